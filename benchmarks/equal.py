@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from packtrain.gguf import GGUF
-from packtrain.kernels.runtime import cache_root
+from packtrain.kernels.runtime.environment import cache_root
 from packtrain.models.quant_recipe import MIXES
 from tests import hugging_face
 from tests.kill import sample_chats

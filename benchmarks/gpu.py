@@ -29,7 +29,7 @@ from packtrain.devtools.bench.peer_process import PeerError, PeerProcess
 from packtrain.devtools.bench.timing import paired
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import target
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model

@@ -24,7 +24,7 @@ from packtrain.devtools.bench.timing import CLOCK, Clock, paired
 from packtrain.dtypes import f16
 from packtrain.gguf import MetadataValue as Entry
 from packtrain.inference.generator import Generator
-from packtrain.kernels.runtime import has_cpu_feature
+from packtrain.kernels.runtime.environment import has_cpu_feature
 from packtrain.models import transformer
 from packtrain.models.activation_rounding import F32, Q8
 from packtrain.models.config import PRESETS

@@ -29,7 +29,7 @@ from packtrain.devtools.bench.bench_table import BenchTable
 from packtrain.devtools.bench.peer_process import PeerProcess
 from packtrain.devtools.bench.timing import BenchProgram, TimedStep, paired, timed_steps
 from packtrain.engine.optim import AdamW
-from packtrain.kernels.runtime import has_cpu_feature
+from packtrain.kernels.runtime.environment import has_cpu_feature
 from packtrain.models.model_file import open_model
 
 ROOT = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.watched import run_watched
 from packtrain.common.memory import parse_size, private_nbytes_of
-from packtrain.kernels.runtime import cache_root
+from packtrain.kernels.runtime.environment import cache_root
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask
 from tests.servers import serve_process

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import packtrain
 from packtrain import kernels
-from packtrain.kernels import store
+from packtrain.kernels.runtime import kernel_cache
 
 SOURCE = Path(packtrain.__file__).parent
 NO_CACHE = shutil.ignore_patterns("__pycache__")
@@ -30,11 +30,11 @@ def edit_file(file: Path, *changes: tuple[str, str]) -> None:
 
 def own_cache(folder: Path) -> dict[str, str]:
     """A cache where the copy compiles what is new; what is compiled already is read where it is."""
-    kernels.prepare(store.kernel_modules())
+    kernels.prepare(kernel_cache.kernel_modules())
     cache = folder / "cache/packtrain/kernels"
     cache.mkdir(parents=True)
-    for name in store.kernel_modules():
-        (cache / store.folder_name(name)).symlink_to(store.module_folder(name))
+    for name in kernel_cache.kernel_modules():
+        (cache / kernel_cache.folder_name(name)).symlink_to(kernel_cache.module_folder(name))
     return {"XDG_CACHE_HOME": str(folder / "cache")}
 
 

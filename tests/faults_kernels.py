@@ -10,7 +10,7 @@ import packtrain as pt
 from packtrain import kernels
 from packtrain.engine.ops.arrays import floats
 from packtrain.engine.tensor import OPS
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from tests import bit_checks
 from tests.faults import (
     Change,

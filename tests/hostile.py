@@ -9,7 +9,7 @@ import numpy as np
 from packtrain.data.tokenizer.bpe import ALPHABET
 from packtrain.dtypes import BLOCK_TYPES, bf16
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import quantize
+from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.config import RopeScaling

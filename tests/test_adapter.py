@@ -9,7 +9,7 @@ import pytest
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models.adapter_file import Adapter, check_fits, read_adapter, write_adapter
 from packtrain.models.model_file import open_model
 from packtrain.models.rewrite_model import merged_rows, write_changed

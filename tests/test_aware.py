@@ -20,7 +20,7 @@ from packtrain.engine.interpreter import interpret
 from packtrain.engine.ops.stored_values import stored_rows
 from packtrain.engine.optim import AdamW
 from packtrain.gguf import GGUF
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models.lora import Lora
 from packtrain.models.model_file import open_model
 from packtrain.planner.step_shape import BaseModel, StepShape

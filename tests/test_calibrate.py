@@ -17,7 +17,7 @@ from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 from packtrain.conversion.calibration.block_streams import StreamPair
 from packtrain.conversion.calibration.imatrix_file import load_importance
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import quantize as packed
+from packtrain.kernels.quant.quantized_arrays import quantize as packed
 from packtrain.models.model_file import open_model
 from packtrain.workflows.calibration_data import calibration
 from packtrain.workflows.importance_matrix import ImatrixSettings

@@ -21,7 +21,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.options import GROUPS, option, to_yaml
 from packtrain.common.options import flag as flag_of
 from packtrain.common.text import did_you_mean, plural, use_colour
-from packtrain.kernels import runtime
+from packtrain.kernels.runtime import environment
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.train_settings import TrainSettings
 from tests.test_model_file import save
@@ -133,7 +133,9 @@ def test_other_threads_run_commands_that_load_little(capsys):
 
 def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch):
     """Code for features that the CPU lacks would end the process by a signal."""
-    monkeypatch.setitem(runtime.CPUS, "later", {"CPU_NAME": "later", "CPU_FEATURES": "+avx2,+z9"})
+    monkeypatch.setitem(
+        environment.CPUS, "later", {"CPU_NAME": "later", "CPU_FEATURES": "+avx2,+z9"}
+    )
     for cpu_name, sentence in (
         ("AVX2", "PACKTRAIN_CPU: AVX2 is unknown; it must be avx2 or avx512 or later, or unset"),
         ("later", "PACKTRAIN_CPU: later: this CPU has no "),

@@ -15,8 +15,8 @@ from packtrain.common.child_process import variables
 from packtrain.common.errors import DoesNotFit
 from packtrain.common.memory import private_nbytes_of
 from packtrain.engine.optim import AdamW
-from packtrain.kernels import ahead, store
-from packtrain.kernels.ahead import MIB, CompileMode
+from packtrain.kernels.runtime import kernel_cache, loader
+from packtrain.kernels.runtime.loader import MIB, CompileMode
 from tests.test_model_file import CONFIG, save
 
 
@@ -28,27 +28,27 @@ from tests.test_model_file import CONFIG, save
         (860 * MIB, 2, CompileMode(2, True)),
         (460 * MIB, 2, CompileMode(2, False)),
         (460 * MIB, 1, CompileMode(1, True)),
-        ((50 + ahead.SINGLE_MIB) * MIB, 2, CompileMode(1, False)),
+        ((50 + loader.SINGLE_MIB) * MIB, 2, CompileMode(1, False)),
     ],
 )
 def test_the_fastest_way_that_fits_is_taken(
     limit: int | None, cores: int, expected: CompileMode, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ahead.runtime, "allowed_cpus", lambda: cores)
-    assert ahead.choose_mode(limit, 50 * MIB, ["simd"]) == expected
+    monkeypatch.setattr(loader.environment, "allowed_cpus", lambda: cores)
+    assert loader.choose_mode(limit, 50 * MIB, ["simd_f32"]) == expected
 
 
-@pytest.mark.parametrize("name", ["simd", *ahead.LARGER])
+@pytest.mark.parametrize("name", ["simd_f32", *loader.LARGER])
 def test_what_does_not_fit_is_refused_with_what_it_needs(name: str):
-    required_mib = 50 + ahead.peak_mib(name)
-    printed_mib = required_mib + ahead.SLACK_NBYTES // MIB
+    required_mib = 50 + loader.peak_mib(name)
+    printed_mib = required_mib + loader.SLACK_NBYTES // MIB
     with pytest.raises(
         DoesNotFit, match=f"needs {printed_mib} MiB.*packtrain compile.*{printed_mib}MiB"
     ):
-        ahead.choose_mode(required_mib * MIB - 1, 50 * MIB, ["call", name])
-    assert ahead.choose_mode(required_mib * MIB, 50 * MIB, ["call", name]).children == 1
+        loader.choose_mode(required_mib * MIB - 1, 50 * MIB, ["jit", name])
+    assert loader.choose_mode(required_mib * MIB, 50 * MIB, ["jit", name]).children == 1
     later_nbytes = 53 * MIB  # of the next start, which is never as large as this one to a page
-    assert ahead.choose_mode(printed_mib * MIB, later_nbytes, ["call", name]).children == 1
+    assert loader.choose_mode(printed_mib * MIB, later_nbytes, ["jit", name]).children == 1
 
 
 def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
@@ -60,12 +60,14 @@ def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
     assert not (tmp_path / "packtrain/kernels").exists()
 
 
-@pytest.mark.parametrize("name", store.kernel_modules())
+@pytest.mark.parametrize("name", kernel_cache.kernel_modules())
 def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: Path):
-    dependencies = sorted(store.needed(name) - {name})
+    dependencies = sorted(kernel_cache.needed(name) - {name})
     kernels.prepare(dependencies)
     for dependency in dependencies:
-        shutil.copytree(store.module_folder(dependency), tmp_path / store.folder_name(dependency))
+        shutil.copytree(
+            kernel_cache.module_folder(dependency), tmp_path / kernel_cache.folder_name(dependency)
+        )
     command = [sys.executable, "-m", "packtrain.kernels", str(tmp_path)]
     pipe = subprocess.PIPE
     peak = 0
@@ -77,32 +79,33 @@ def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: 
             peak = max(peak, private_nbytes_of(child.pid))
             time.sleep(0.01)
         assert child.stdout.read().split() == [name]
-    assert (tmp_path / store.folder_name(name) / store.CHECKSUM_FILE).exists()
-    assert peak <= ahead.peak_mib(name) * MIB
+    assert (tmp_path / kernel_cache.folder_name(name) / kernel_cache.CHECKSUM_FILE).exists()
+    assert peak <= loader.peak_mib(name) * MIB
     assert (
-        name not in ahead.LARGER or peak > max(0.7 * ahead.peak_mib(name), ahead.SINGLE_MIB) * MIB
+        name not in loader.LARGER
+        or peak > max(0.7 * loader.peak_mib(name), loader.SINGLE_MIB) * MIB
     )
 
 
 def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):
     requested: list[str] = []
-    monkeypatch.setattr(ahead, "_ask", lambda child, name: requested.append(name))
-    names = store.kernel_modules()
+    monkeypatch.setattr(loader, "_ask", lambda child, name: requested.append(name))
+    names = kernel_cache.kernel_modules()
     counted: list[int] = []
-    work = ahead.ModuleCompiler(list(names), lambda: counted.append(1))
+    work = loader.ModuleCompiler(list(names), lambda: counted.append(1))
     assert work.compile_all(CompileMode(2, True)) == ""
     assert sorted(requested) == sorted(names) and len(counted) == len(names)
     for place, name in enumerate(requested):
-        assert store.needed(name) - {name} <= set(requested[:place])
+        assert kernel_cache.needed(name) - {name} <= set(requested[:place])
 
 
 def test_a_child_that_fails_is_said_and_ends_the_others(monkeypatch: pytest.MonkeyPatch):
     def fail(child: object, name: str) -> None:
         raise ChildProcessError("exit 7")
 
-    monkeypatch.setattr(ahead, "_ask", fail)
+    monkeypatch.setattr(loader, "_ask", fail)
     assert (
-        ahead.ModuleCompiler(["simd", "call"], lambda: None).compile_all(CompileMode(2, False))
+        loader.ModuleCompiler(["simd_f32", "jit"], lambda: None).compile_all(CompileMode(2, False))
         == "exit 7"
     )
 
@@ -113,7 +116,7 @@ from packtrain.cli.main import main
 code = main(sys.argv[1:])
 from packtrain import kernels
 assert "numba" not in sys.modules
-print(json.dumps([name for name in kernels.store.kernel_modules() if kernels.is_loaded(name)]))
+print(json.dumps([name for name in kernels.kernel_cache.kernel_modules() if kernels.is_loaded(name)]))
 sys.exit(code)
 """
 
@@ -128,7 +131,7 @@ def modules_after_run(*arguments: object) -> set[str]:
 
 def module_closure(names: tuple[str, ...]) -> set[str]:
     """These modules and all that they need."""
-    return set().union(*(store.needed(name) for name in names))
+    return set().union(*(kernel_cache.needed(name) for name in names))
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -138,7 +141,9 @@ def test_generate_loads_what_was_compiled_for_it_and_no_more(experts: int, tmp_p
     allowed_modules = (*kernels.GENERATION_KERNELS, *(kernels.EXPERT_KERNELS if experts else ()))
     loaded_modules = modules_after_run("generate", model, "-n", 3, "-p", "a")
     assert (
-        module_closure(("attention", "norm")) <= loaded_modules <= module_closure(allowed_modules)
+        module_closure(("flash_attention", "norm"))
+        <= loaded_modules
+        <= module_closure(allowed_modules)
     )
 
 

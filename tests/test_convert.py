@@ -21,7 +21,7 @@ from packtrain.conversion.hugging_face.vocabulary import UNUSED_TYPE
 from packtrain.data.tokenizer import CONTROL, USER_DEFINED, Tokenizer, split_rules
 from packtrain.gguf import GGUF
 from packtrain.inference.generator import Generator
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 from packtrain.models.model_file import open_model
 from tests import hugging_face
 from tests.hugging_face import (

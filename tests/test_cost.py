@@ -17,7 +17,7 @@ from packtrain.engine.ops import costs
 from packtrain.engine.placement import place
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import OPS, Tensor, input, weight
-from packtrain.kernels.runtime import supports_precision
+from packtrain.kernels.runtime.environment import supports_precision
 from packtrain.planner import cost_model, speed_probe
 from packtrain.planner import machine_speed as kept_rates
 from packtrain.planner.cost_model import BackendRates, call_cost, call_seconds, traffic_nbytes
@@ -69,7 +69,7 @@ def test_what_multiplies_declares_it(name):
 
 def test_every_op_that_calls_a_kernel_of_products_is_among_them():
     products = re.compile(
-        r"kernels\.(matmul|packed|attention|attention_back|loss\.linear\w+|head|experts\.(packed_)?(matmul|out_prod)\w+)\b"
+        r"kernels\.(matmul_f32|packed|flash_attention|attention_back|loss\.linear\w+|fused_head|experts\.(packed_)?(matmul|out_prod)\w+)\b"
     )
     sources = {
         name: inspect.getsource(op.kernels["cpu"].run)
@@ -80,17 +80,20 @@ def test_every_op_that_calls_a_kernel_of_products_is_among_them():
 
 
 def test_constants_are_those_of_the_kernels():
-    gemm, matmul, packed = kernels.gemm, kernels.matmul, kernels.packed
-    assert costs.TILE_DEPTH >= gemm.DEEP and costs.VECTOR_COLUMNS == kernels.simd.LANES
+    gemm, matmul, packed = kernels.gemm, kernels.matmul_f32, kernels.packed
+    assert costs.TILE_DEPTH >= gemm.DEEP and costs.VECTOR_COLUMNS == kernels.simd_f32.LANES
     assert costs.BROAD <= gemm.BROAD and costs.UNPACKED_COLUMNS == packed.COLUMNS
     assert (matmul.FEW_ROWS, matmul.SMALL) == (costs.MAX_DOT_ROWS, costs.MIN_PARALLEL_WORK)
     assert (packed.UNPACKING, packed.SMALL) == (costs.UNPACK_ROWS, costs.MIN_PARALLEL_UNPACK_WORK)
     assert kernels.loss.MOST_COLUMNS == costs.LOGIT_COLUMNS
-    head = kernels.head
+    head = kernels.fused_head
     assert (head.MOST_COLUMNS, head.MOST_ROWS) == (costs.MAX_TILED_COLUMNS, costs.MOST_ROWS)
-    assert (kernels.attention.KEYS, kernels.experts.WIDE) == (costs.KEYS, costs.EXPERT_TASK_COLUMNS)
+    assert (kernels.flash_attention.KEYS, kernels.experts.WIDE) == (
+        costs.KEYS,
+        costs.EXPERT_TASK_COLUMNS,
+    )
     for width in (8, 64, 65, 256, 257):
-        assert costs.queries_per_block(width) == kernels.attention.queries_in_block(width)
+        assert costs.queries_per_block(width) == kernels.flash_attention.queries_in_block(width)
 
 
 def test_a_task_alone_gets_one_thread():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packtrain.cli import doctor
 from packtrain.cli.main import main
-from packtrain.kernels import runtime, store
+from packtrain.kernels.runtime import environment, kernel_cache
 
 
 def test_a_report_names_what_a_run_depends_on(capsys, tmp_path, monkeypatch):
@@ -21,9 +21,9 @@ def test_a_report_names_what_a_run_depends_on(capsys, tmp_path, monkeypatch):
     assert report["caches"] == {"tokens": 3 << 20, "other files": 9}
     memory, kernels = report["memory"], report["kernels"]
     assert 0 < memory["available"] <= memory["total"] and memory["limit"] <= memory["total"]
-    assert kernels["modules"] == len(store.kernel_modules())
-    assert kernels["missing"] == len(store.missing_modules(store.kernel_modules()))
-    assert report["threads"] == runtime.max_threads() and report["problems"] == []
+    assert kernels["modules"] == len(kernel_cache.kernel_modules())
+    assert kernels["missing"] == len(kernel_cache.missing_modules(kernel_cache.kernel_modules()))
+    assert report["threads"] == environment.max_threads() and report["problems"] == []
     assert report["packages"]["numpy"] == importlib.metadata.version("numpy")
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli.main import main
-from packtrain.kernels import runtime
+from packtrain.kernels.runtime import environment
 
 SETTINGS = {
     "dim": 32, "layers": 1, "heads": 2, "kv-heads": 2, "ffn": 32, "ctx": 16, "vocab-size": 280, "iters": 3,
@@ -18,7 +18,7 @@ TINY_RUN = ["train", *(f"--{name}={value}" for name, value in SETTINGS.items())]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runtime, "is_quiet", False)
+    monkeypatch.setattr(environment, "is_quiet", False)
     Path("notes.txt").write_text("one two three four\n" * 200)
     return tmp_path
 

@@ -6,7 +6,7 @@ import pytest
 import packtrain as pt
 from packtrain import kernels
 from packtrain.engine import ops
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 from tests import checks
 
 T, C, E, F = 40, 48, 6, 65  # tokens, width, experts, feed-forward width

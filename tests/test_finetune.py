@@ -15,7 +15,7 @@ import pytest
 from packtrain.cli.main import main
 from packtrain.data.chat_template import choose_template
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models.adapter_file import read_adapter
 from packtrain.models.model_file import ModelFile
 from packtrain.training import finetune_job, gradient_probe

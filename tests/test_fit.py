@@ -12,7 +12,7 @@ from packtrain import kernels
 from packtrain.common.memory import private_nbytes
 from packtrain.engine.optim import OPTIMIZERS as OPTIMIZER_KINDS
 from packtrain.engine.optim import Optimizer
-from packtrain.kernels import store
+from packtrain.kernels.runtime import kernel_cache
 from packtrain.training.generic import Batch
 from packtrain.training.training_engine import NotFinite
 
@@ -361,12 +361,12 @@ def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
     """Their memory is then part of the baseline. Those that write quantized files are not: no model calls them."""
     optimizers = (name for kind in OPTIMIZER_KINDS.values() for name in kind.kernels)
     named = {*kernels.TRAINING_KERNELS, *kernels.OP_KERNELS, *optimizers}
-    loaded = frozenset().union(*map(store.needed, named))
+    loaded = frozenset().union(*map(kernel_cache.needed, named))
     writing = frozenset().union(
-        *map(store.needed, (*kernels.QUANTIZE_KERNELS, *kernels.WEIGHTED_QUANTIZE_KERNELS))
+        *map(kernel_cache.needed, (*kernels.QUANTIZE_KERNELS, *kernels.WEIGHTED_QUANTIZE_KERNELS))
     )
     of_children = {"splitting", "tokens", "peak"}  # which tokenize, and of `packtrain bench`
-    assert set(store.module_imports()) - loaded - of_children <= writing
+    assert set(kernel_cache.module_imports()) - loaded - of_children <= writing
 
 
 def test_the_order_with_the_fewest_bytes():

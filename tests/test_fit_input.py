@@ -8,7 +8,7 @@ import pytest
 import packtrain as pt
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUFError
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 
 WIDTH, POINTS = 2000, 400
 

@@ -11,7 +11,7 @@ from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32, i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import constant, input, state
 from packtrain.inference.kv_cache.kv_cells import CacheFull, CellTable
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config

@@ -17,7 +17,7 @@ from packtrain.engine import backends, ops
 from packtrain.engine.interpreter import interpret
 from packtrain.engine.ops.arrays import round_to_bf16
 from packtrain.engine.tensor import Tensor, constant, input
-from packtrain.kernels.quantized_arrays import quantize
+from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.models.model_file import open_model
 from packtrain.workflows.evaluation import EvaluateSettings, evaluate
 from packtrain.workflows.text_generation import GenerateSettings, generate

@@ -15,7 +15,7 @@ from packtrain import kernels
 from packtrain.cli import compile
 from packtrain.cli.main import main
 from packtrain.common.child_process import variables
-from packtrain.kernels import ahead, machine, store
+from packtrain.kernels.runtime import kernel_cache, loader, machine_code
 from tests.test_model_file import save
 
 SMALL = ("softmax",)
@@ -25,13 +25,14 @@ SMALL = ("softmax",)
 def clean() -> Iterator[None]:
     """What these functions remember is forgotten before and after."""
     remembering = (
-        store.cache_roots,
-        store.target_folder,
-        store.kernel_modules,
-        store.module_imports,
-        store.needed,
-        store.folder_name,
-        store.saved_fingerprints,
+        kernel_cache.cache_roots,
+        kernel_cache.target_folder,
+        kernel_cache.kernel_modules,
+        kernel_cache.module_files,
+        kernel_cache.module_imports,
+        kernel_cache.needed,
+        kernel_cache.folder_name,
+        kernel_cache.saved_fingerprints,
     )
     for function in remembering:
         function.cache_clear()
@@ -41,27 +42,35 @@ def clean() -> Iterator[None]:
 
 
 def test_what_each_module_imports_is_read_from_its_source():
-    files = {file.stem: ast.parse(file.read_text()) for file in store.KERNELS_FOLDER.glob("*.py")}
-    assert files.keys() - store.HOST_MODULES == store.module_imports().keys()
-    for name, listed in store.module_imports().items():
+    paths = sorted(kernel_cache.KERNELS_FOLDER.rglob("*.py"))
+    modules = [file.stem for file in paths if not file.stem.startswith("__")]
+    assert len(modules) == len({*modules}), "the cache names modules by their stems"
+    files = {file.stem: ast.parse(file.read_text()) for file in paths}
+    assert files.keys() - kernel_cache.HOST_MODULES == kernel_cache.module_imports().keys()
+    for name, listed in kernel_cache.module_imports().items():
         nodes = [node for node in ast.walk(files[name]) if isinstance(node, ast.ImportFrom)]
         imports = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
-        parts = {module.removeprefix("packtrain.kernels.").split(".")[0] for module in imports}
-        assert parts & store.module_imports().keys() == listed, name
+        paths = {
+            kernel_cache.import_path(module): module for module in kernel_cache.module_imports()
+        }
+        parts = {paths.get(path) or paths.get(path.rpartition(".")[0]) for path in imports}
+        assert parts - {None} == listed, name
 
 
 def test_a_module_needs_what_it_imports_however_far_away():
-    assert {"attention", "visible", "tile", "simd"} <= store.needed("attention_back")
-    base = {"simd", "folds", "call", "pool", "crew", "kernel_types"}
-    assert store.needed("softmax") == {"softmax", *base}
+    assert {"flash_attention", "masks", "register_tiles", "simd_f32"} <= kernel_cache.needed(
+        "attention_back"
+    )
+    base = {"simd_f32", "lane_reduction", "jit", "work_stealing", "thread_pool", "kernel_types"}
+    assert kernel_cache.needed("softmax") == {"softmax", *base}
 
 
 @pytest.mark.parametrize(
     ("changed", "recompiled"),
     [
-        ("gemm", {"gemm", "matmul", "loss"}),
+        ("gemm", {"gemm", "matmul_f32", "loss"}),
         ("softmax", {"softmax"}),
-        ("simd", {"simd", "norm", "attention", "packed"}),
+        ("simd_f32", {"simd_f32", "norm", "flash_attention", "packed"}),
     ],
 )
 def test_a_change_reaches_all_that_contains_it(
@@ -71,28 +80,35 @@ def test_a_change_reaches_all_that_contains_it(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ):
-    names = store.kernel_modules()
-    old_fingerprints = {name: store.fingerprint(name) for name in names}
+    names = kernel_cache.kernel_modules()
+    files = {
+        name: file.relative_to(kernel_cache.KERNELS_FOLDER)
+        for name, file in kernel_cache.module_files().items()
+    }
+    old_fingerprints = {name: kernel_cache.fingerprint(name) for name in names}
     for name in names:
-        (tmp_path / f"{name}.py").write_text((store.KERNELS_FOLDER / f"{name}.py").read_text())
-    monkeypatch.setattr(store, "KERNELS_FOLDER", tmp_path)
+        copy = tmp_path / files[name]
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text((kernel_cache.KERNELS_FOLDER / files[name]).read_text())
+    monkeypatch.setattr(kernel_cache, "KERNELS_FOLDER", tmp_path)
+    kernel_cache.module_files.cache_clear()
     assert {
-        name: store.fingerprint(name) for name in names
+        name: kernel_cache.fingerprint(name) for name in names
     } == old_fingerprints  # a copy is the same
-    with open(tmp_path / f"{changed}.py", "a") as file:
+    with open(tmp_path / files[changed], "a") as file:
         file.write("# another version\n")
-    new_fingerprints = {name: store.fingerprint(name) for name in names}
+    new_fingerprints = {name: kernel_cache.fingerprint(name) for name in names}
     assert {
         name for name in old_fingerprints if old_fingerprints[name] != new_fingerprints[name]
     } >= recompiled
-    if changed != "simd":
+    if changed != "simd_f32":
         assert new_fingerprints["norm"] == old_fingerprints["norm"]
 
 
 def test_one_process_compiles_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     code = (
-        "import sys, time; from pathlib import Path; from packtrain.kernels import ahead\n"
-        "with ahead.file_lock(Path(sys.argv[1])): print('in', flush=True); time.sleep(0.3); print('out', flush=True)"
+        "import sys, time; from pathlib import Path; from packtrain.kernels.runtime import loader\n"
+        "with loader.file_lock(Path(sys.argv[1])): print('in', flush=True); time.sleep(0.3); print('out', flush=True)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "lock")]
     first, second = (subprocess.Popen(command) for _ in range(2))
@@ -108,13 +124,13 @@ from packtrain import kernels
 x, none = np.ones((2, 3), np.float32), np.zeros((0, 0), np.float32)
 kernels.softmax.soft_max(x, x, none, 1.0)
 assert abs(x - 1 / 3).max() < 1e-6
-from packtrain.kernels import store
-print(store.module_folder("softmax").parent)
+from packtrain.kernels.runtime import kernel_cache
+print(kernel_cache.module_folder("softmax").parent)
 """
 
 
 def kernel_location(
-    cache: Path, temporary: Path, tree: Path = store.KERNELS_FOLDER.parents[1]
+    cache: Path, temporary: Path, tree: Path = kernel_cache.KERNELS_FOLDER.parents[1]
 ) -> tuple[str, str]:
     """Where a process found a kernel that it used, and what it said."""
     values = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary), "PYTHONPATH": str(tree)}
@@ -131,7 +147,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("filled")
     location, said = kernel_location(cache, cache)
     assert location == str(cache / "packtrain/kernels")
-    assert f"compiling {len(store.needed('softmax'))} kernel modules" in said
+    assert f"compiling {len(kernel_cache.needed('softmax'))} kernel modules" in said
     return cache
 
 
@@ -150,7 +166,7 @@ LEAN = """
 import sys
 import numpy as np
 from packtrain.dtypes import bf16
-from packtrain.kernels.quantized_arrays import quantize
+from packtrain.kernels.quant.quantized_arrays import quantize
 assert (quantize(np.ones((4, 32), np.float32), bf16).view(np.uint16) == 0x3F80).all()
 assert "numba" not in sys.modules
 import numba
@@ -166,7 +182,7 @@ assert own(np.ones(4)) == 12
 
 
 def test_cached_kernels_load_without_what_compiles_them_and_other_code_still_compiles():
-    ahead.prepare(["quantize"])
+    loader.prepare(["quantize"])
     subprocess.run([sys.executable, "-c", LEAN], check=True)
 
 
@@ -174,14 +190,14 @@ NUMBA_CHECK_SOURCE = """
 import sys
 import numpy as np
 from packtrain import kernels
-from packtrain.kernels.quantized_arrays import quantize
+from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.dtypes import WRITABLE
 x = np.random.default_rng(0).standard_normal((3, 512), np.float32)
 before = [quantize(x, dtype).tobytes() for dtype in WRITABLE]
 sums = np.empty((2, 3))
 light, packed = kernels.quantize, np.empty((3, 1024), np.uint8)
 assert "numba" not in sys.modules
-itself = kernels.ahead.with_numba("quantize")
+itself = kernels.loader.with_numba("quantize")
 assert kernels.quantize is itself is not light and not hasattr(light.rows, "overloads")
 assert [quantize(x, dtype).tobytes() for dtype in WRITABLE] == before
 assert light.MAX_CHUNK == itself.MAX_CHUNK and light.sum_of_squares is not itself.sum_of_squares
@@ -190,7 +206,7 @@ assert light.pack is itself.pack  # what is no kernel and no constant
 
 
 def test_machine_code_from_the_cache_and_numba_beside_it_give_the_same_bits():
-    ahead.prepare(["quantize"])
+    loader.prepare(["quantize"])
     subprocess.run([sys.executable, "-c", NUMBA_CHECK_SOURCE], check=True)
 
 
@@ -213,7 +229,7 @@ for wrong in (x.astype(np.float64), x[0], x[:, ::2], fixed):
 
 
 def test_the_debug_flag_calls_refuses_arrays_of_other_types():
-    ahead.prepare(SMALL)
+    loader.prepare(SMALL)
     env = os.environ | {"PACKTRAIN_DEBUG": "nan,calls"}
     subprocess.run([sys.executable, "-c", ARGUMENT_CHECK_SOURCE], check=True, env=env)
 
@@ -232,7 +248,7 @@ LATER = """
 import numba
 import numpy as np
 from packtrain import kernels
-codes = kernels.ahead.with_numba("codes")
+codes = kernels.loader.with_numba("codes")
 assert not codes.reciprocal.overloads
 reciprocal = codes.reciprocal
 
@@ -246,7 +262,7 @@ assert [str(given) for (given,) in codes.reciprocal.overloads] == ["float32"]
 
 
 def test_parts_of_cached_kernels_load_when_new_code_calls_them():
-    ahead.prepare(["quantize"])
+    loader.prepare(["quantize"])
     subprocess.run([sys.executable, "-c", LATER], check=True)
 
 
@@ -254,12 +270,12 @@ def test_kept_fingerprints_are_those_of_the_sources(
     filled: Path, clean: None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(filled))
-    assert store.saved_fingerprints() == {
-        name: store.fingerprint(name) for name in store.kernel_modules()
+    assert kernel_cache.saved_fingerprints() == {
+        name: kernel_cache.fingerprint(name) for name in kernel_cache.kernel_modules()
     }
-    store.saved_fingerprints.cache_clear()
-    monkeypatch.setattr(store, "platform_identity", lambda: ("another",))
-    assert store.saved_fingerprints() == {}
+    kernel_cache.saved_fingerprints.cache_clear()
+    monkeypatch.setattr(kernel_cache, "platform_identity", lambda: ("another",))
+    assert kernel_cache.saved_fingerprints() == {}
 
 
 def truncate_file(file: Path) -> None:
@@ -279,7 +295,7 @@ def test_damaged_machine_code_is_compiled_again(
 ):
     shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "packtrain/kernels"
-    code = folder / store.folder_name("softmax") / machine.CODE_FILE
+    code = folder / kernel_cache.folder_name("softmax") / machine_code.CODE_FILE
     damage(code)
     location, said = kernel_location(tmp_path, tmp_path)
     assert location == str(folder) and said.count("compiling 1 kernel modules") == 1
@@ -291,33 +307,36 @@ def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path
     """Such as after a power failure: softmax is missing, and what it needs cannot be read."""
     shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "packtrain/kernels"
-    shutil.rmtree(folder / store.folder_name("softmax"))
-    for file in (folder / store.folder_name("simd")).glob("*.nb?"):
+    shutil.rmtree(folder / kernel_cache.folder_name("softmax"))
+    for file in (folder / kernel_cache.folder_name("simd_f32")).glob("*.nb?"):
         truncate_file(file)
     location, said = kernel_location(tmp_path, tmp_path)
     assert location == str(folder) and "failed" not in said
 
 
-@pytest.mark.parametrize("text", ["5", "{}", '{"simd": "../../x"}', "\xff", "[" * 10**5])
+@pytest.mark.parametrize("text", ["5", "{}", '{"simd_f32": "../../x"}', "\xff", "[" * 10**5])
 def test_damaged_fingerprints_are_made_again(
     text: str, clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    name = store.fingerprints_file()
-    expected = {module: store.fingerprint(module) for module in store.module_imports()}
-    monkeypatch.setattr(store, "cache_roots", lambda: [tmp_path])
+    name = kernel_cache.fingerprints_file()
+    expected = {
+        module: kernel_cache.fingerprint(module) for module in kernel_cache.module_imports()
+    }
+    monkeypatch.setattr(kernel_cache, "cache_roots", lambda: [tmp_path])
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     assert (
-        store.saved_fingerprints() == {} and store.folder_name("simd") == f"simd-{expected['simd']}"
+        kernel_cache.saved_fingerprints() == {}
+        and kernel_cache.folder_name("simd_f32") == f"simd_f32-{expected['simd_f32']}"
     )
-    store.save_fingerprints()
-    store.saved_fingerprints.cache_clear()
-    assert store.saved_fingerprints() == expected
+    kernel_cache.save_fingerprints()
+    kernel_cache.saved_fingerprints.cache_clear()
+    assert kernel_cache.saved_fingerprints() == expected
 
 
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):
     tree = tmp_path / "elsewhere"
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(store.KERNELS_FOLDER.parent, tree / "packtrain", ignore=ignored)
+    shutil.copytree(kernel_cache.KERNELS_FOLDER.parent, tree / "packtrain", ignore=ignored)
     for file in tree.rglob("*.py"):
         os.utime(file, (1, 1))
     snapshot = modification_times(filled)
@@ -332,17 +351,17 @@ def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_t
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     default_folder = filled / "packtrain/kernels"
     monkeypatch.setattr(
-        store, "write_error", lambda root: "read-only" if root == default_folder else None
+        kernel_cache, "write_error", lambda root: "read-only" if root == default_folder else None
     )
     requests: list[list[str]] = []
-    monkeypatch.setattr(ahead, "_compile", lambda names, compiler: requests.append(names))
+    monkeypatch.setattr(loader, "_compile", lambda names, compiler: requests.append(names))
     (tmp_path / f"packtrain-{os.getuid()}/kernels").mkdir(parents=True, mode=0o700)
     (tmp_path / f"packtrain-{os.getuid()}").chmod(0o700)
-    assert ahead.prepare(SMALL) == 0 and requests == []
-    assert ahead.prepare(("reduce",)) == 1 and requests == [["reduce"]]
-    assert store.target_folder() == tmp_path / f"packtrain-{os.getuid()}/kernels"
-    assert store.module_folder("simd").parent == default_folder
-    assert store.module_folder("reduce").parent == store.target_folder()
+    assert loader.prepare(SMALL) == 0 and requests == []
+    assert loader.prepare(("reduce",)) == 1 and requests == [["reduce"]]
+    assert kernel_cache.target_folder() == tmp_path / f"packtrain-{os.getuid()}/kernels"
+    assert kernel_cache.module_folder("simd_f32").parent == default_folder
+    assert kernel_cache.module_folder("reduce").parent == kernel_cache.target_folder()
 
 
 def test_packtrain_compile_fills_a_cache(
@@ -352,10 +371,10 @@ def test_packtrain_compile_fills_a_cache(
     capfd: pytest.CaptureFixture[str],
 ):
     """The command on the modules that `softmax` needs; on all of them it takes minutes."""
-    names = sorted(store.needed("softmax"))
+    names = sorted(kernel_cache.needed("softmax"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(store, "kernel_modules", lambda: names)
+    monkeypatch.setattr(kernel_cache, "kernel_modules", lambda: names)
     monkeypatch.setattr(
         compile, "required_kernel_modules", lambda experts, packed, optimizer: ("softmax",)
     )
@@ -367,8 +386,8 @@ def test_packtrain_compile_fills_a_cache(
             rf"{len(names)} kernel modules, {count} compiled now in \d+ s, in {folder}\n", said.out
         )
         assert said.err.count("kernels compiled in ") == (count > 0)
-    assert {path.parent for path in folder.glob(f"*/{store.CHECKSUM_FILE}")} == {
-        folder / store.folder_name(name) for name in names
+    assert {path.parent for path in folder.glob(f"*/{kernel_cache.CHECKSUM_FILE}")} == {
+        folder / kernel_cache.folder_name(name) for name in names
     }
     assert len(list(folder.parent.glob("loaded-*.json"))) == 1  # what a budget reads
     assert kernel_location(tmp_path, tmp_path) == (str(folder), "")
@@ -388,8 +407,8 @@ def test_a_complete_cache_that_is_read_only_is_used_by_a_command(tmp_path: Path)
     save(model)
     temporary.mkdir()
     kernels.prepare(kernels.GENERATION_KERNELS)
-    for name in set[str]().union(*map(store.needed, kernels.GENERATION_KERNELS)):
-        folder = store.module_folder(name)
+    for name in set[str]().union(*map(kernel_cache.needed, kernels.GENERATION_KERNELS)):
+        folder = kernel_cache.module_folder(name)
         shutil.copytree(folder, cache / "packtrain/kernels" / folder.name)
     snapshot = modification_times(cache)
     for path in (cache, *snapshot):
@@ -413,10 +432,10 @@ def test_a_folder_that_others_can_write_is_not_trusted(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = tmp_path / f"packtrain-{os.getuid()}"
-    assert store.private_folder() == []
-    assert store.private_folder(create=True) == [folder / "kernels"]
+    assert kernel_cache.private_folder() == []
+    assert kernel_cache.private_folder(create=True) == [folder / "kernels"]
     folder.chmod(0o777)
-    assert store.private_folder() == []
+    assert kernel_cache.private_folder() == []
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    assert store.private_folder() == []
+    assert kernel_cache.private_folder() == []

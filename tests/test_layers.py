@@ -48,6 +48,8 @@ OUTSIDE = {
     "training/monitoring": {"numpy", "rich"},
 }
 LAZY_MODULES = {"kernels"}  # numba and llvmlite are loaded when first needed
+# packages in kernels/ from the lowest up; those of one floor import none of each other
+KERNEL_FLOORS = "runtime", "simd", "quant", "matmul", "attention logits rowwise state_space text"
 NUMBAS = {"_defns", "_locator_classes"}  # of numba, which has no public names for them
 TORCHS = {  # of PyTorch, likewise
     "_python_dispatch",
@@ -93,6 +95,19 @@ def test_imports_point_down_the_layers():
             target = rest[0] if top == "packtrain" else module
             if target not in {module, *LAYERS[module].split()}:
                 wrong.append(f"{path}:{node.lineno}: {module} imports {target}")
+    assert wrong == []
+
+
+def test_kernels_import_packages_on_floors_below_their_own():
+    floors = {name: i for i, names in enumerate(KERNEL_FLOORS) for name in names.split()}
+    wrong = []
+    for module, path, tree in sources():
+        if module == "kernels" and path.count("/") == 2:
+            package = path.split("/")[1]
+            for node, name in imported_names(tree):
+                target = name.split(".")[2] if name.startswith("packtrain.kernels.") else package
+                if target != package and not floors.get(target, len(floors)) < floors[package]:
+                    wrong.append(f"{path}:{node.lineno}: {package} imports {target}")
     assert wrong == []
 
 

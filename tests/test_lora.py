@@ -7,7 +7,7 @@ import pytest
 
 from packtrain import Graph, Session, differentiate, interpret, place
 from packtrain.dtypes import BLOCK_TYPES
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
 from packtrain.models.lora import KEY, A, B, Lora
 from packtrain.training.finetune_job import TuneSettings, lora_of

@@ -12,8 +12,8 @@ from packtrain.engine.optim import ROUNDING, SGD, AdamW, Optimizer, training_gra
 from packtrain.engine.optim.adamw import opt_step_adamw
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.tensor import Tensor
-from packtrain.kernels.counter import uniform_numpy
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
+from packtrain.kernels.rowwise.counter_rng import uniform_numpy
 from packtrain.models import transformer
 from tests import checks
 from tests.faults import replace_kernel

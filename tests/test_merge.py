@@ -15,7 +15,7 @@ from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.dtypes import BLOCK_TYPES, DTYPES
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import adapted, split_scale

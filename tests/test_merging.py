@@ -29,7 +29,7 @@ from packtrain.conversion.calibration.rounding_grid import GridRounder, codes_of
 from packtrain.dtypes import PACKABLE, WRITABLE, Dtype, f32
 from packtrain.gguf import GGUF
 from packtrain.kernels import set_threads, threads
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import read_scaled

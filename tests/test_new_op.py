@@ -64,8 +64,8 @@ KERNEL = '''"""A loop of a test."""
 
 import math
 
-from packtrain.kernels.call import kernel
-from packtrain.kernels.kernel_types import f32
+from packtrain.kernels.runtime.jit import kernel
+from packtrain.kernels.runtime.kernel_types import f32
 
 
 @kernel("out1, in1")
@@ -121,7 +121,7 @@ def copy_with_op(folder: Path) -> Path:
     """The package with the op, and the tests: two files and their names."""
     home, name = copy_package(folder), '"transpose", '
     (home / "engine/ops/toy.py").write_text(ROOM)
-    (home / "kernels/toy.py").write_text(KERNEL)
+    (home / "kernels/rowwise/toy.py").write_text(KERNEL)
     last = "from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares\n"
     edit_file(
         home / "engine/ops/__init__.py",
@@ -191,7 +191,7 @@ def test_the_example_of_the_page_for_contributors_works(
     [
         ("engine/ops/toy.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
         ("engine/ops/toy.py", "in (1, 15, 40_000)", "in ()", VALUE),
-        ("kernels/toy.py", "-abs(x[i])", "-x[i]", VALUE),
+        ("kernels/rowwise/toy.py", "-abs(x[i])", "-x[i]", VALUE),
     ],
 )
 def test_what_a_room_says_wrong_is_found(

@@ -46,6 +46,6 @@ def test_bf16_without_amx():
 @pytest.mark.skipif(not panels.AMX, reason="this CPU has no AMX")
 def test_tiles_that_linux_refuses_are_not_used(tmp_path):
     """In a cache of its own: to the children that compile, Linux does not refuse them."""
-    refused = "from packtrain.kernels import runtime; runtime.ARCH_PRCTL = -1; "
+    refused = "from packtrain.kernels.runtime import environment; environment.ARCH_PRCTL = -1; "
     env_variables = {"XDG_CACHE_HOME": str(tmp_path)}
     assert run_python("", "-c", refused + FLAGS, **env_variables) == "True True False\n"

@@ -15,8 +15,8 @@ SOURCE = textwrap.dedent("""
     import numpy as np
     from numba import types
     from packtrain import kernels
-    kernels.ahead.with_numba("call")
-    from packtrain.kernels.call import each, kernel
+    kernels.loader.with_numba("jit")
+    from packtrain.kernels.runtime.jit import each, kernel
 
     counts = types.Array(types.int64, 1, "C")
 

@@ -14,7 +14,7 @@ from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, TRAINABLE, Dtype
 from packtrain.engine import ops
 from packtrain.engine.executor import RunError
 from packtrain.gguf import GGUF, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
 from packtrain.models.model_file import model_metadata
 from tests import checks

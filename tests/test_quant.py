@@ -7,7 +7,7 @@ import pytest
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, WRITABLE, Dtype
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from tests import ggml_packed
 from tests.ggml_packed import odd_rows, rows_of
 
@@ -151,7 +151,7 @@ def test_shapes_and_threads_change_nothing(dtype: Dtype):
     try:
         np.testing.assert_array_equal(quantize(x, dtype), all_packed)
     finally:
-        kernels.set_threads(kernels.runtime.allowed_cpus())
+        kernels.set_threads(kernels.runtime.environment.allowed_cpus())
 
 
 @pytest.mark.parametrize("width", (1, 15, 16, 17, 40))

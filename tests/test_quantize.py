@@ -13,7 +13,7 @@ from packtrain.cli import quantize
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, f16, f32
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 from packtrain.models import quant_recipe
 from packtrain.models.quant_recipe import MIXES, tensor_dtypes
 from packtrain.workflows.quantization import QuantizeSettings

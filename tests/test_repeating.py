@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from packtrain.kernels.crew import HAS_THREAD_POOL
+from packtrain.kernels.runtime.thread_pool import HAS_THREAD_POOL
 
 pytestmark = pytest.mark.skipif(
     not HAS_THREAD_POOL, reason="kernels run with numba here, without entries"
@@ -155,7 +155,7 @@ def test_products_that_write_over_weights_of_others_are_not_joined():
     body = """
         from functools import partial
         from packtrain import kernels
-        from packtrain.kernels.joined import join_calls
+        from packtrain.kernels.matmul.fused_products import join_calls
 
         x, room = np.ones((1, 96), np.float32), np.zeros((3, 40 * 96), np.float16)
         first, second, third = (one.reshape(40, 96).view(np.uint8) for one in room)

@@ -17,7 +17,7 @@ from packtrain.devtools.check.running import run_graph
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
 from packtrain.engine.graph import Graph
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.model_file import open_model

@@ -16,7 +16,7 @@ from packtrain.engine.ops.arrays import integers_of
 from packtrain.engine.tensor import input
 from packtrain.inference.generator import Generator
 from packtrain.inference.kv_cache.decode_plans import RunSizes
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models import cached_transformer, transformer
 from packtrain.models.activation_rounding import matmul_weight
 from packtrain.models.config import Config

@@ -37,7 +37,7 @@ from packtrain.engine.optim import AdamW, Optimizer
 from packtrain.engine.placement import place
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import OPS, Call
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.planner.step_shape import StepShape

@@ -9,7 +9,7 @@ import pytest
 from packtrain.common.child_process import run_in_child
 from packtrain.dtypes import DTYPES, TYPE_MODULES
 from packtrain.dtypes.element_type import DTYPES_BY_NAME
-from packtrain.kernels import store
+from packtrain.kernels.runtime import kernel_cache
 from packtrain.models.quant_recipe import MIXES
 from tests.copied import copy_package, own_cache, python_in
 
@@ -56,7 +56,7 @@ from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.cli.main import main
 from packtrain.conversion.calibration.rounding_grid import codes_of, grid_of
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 
 random = np.random.default_rng(0)
 x, toy, q8_0 = random.standard_normal((64, 256), np.float32), DTYPES["toy"], DTYPES["q8_0"]
@@ -96,20 +96,27 @@ def test_a_type_is_one_file(tmp_path: Path):
         (
             "scale = sum_lx / sum_ll",
             "scale = sum_lx / (sum_ll * 1)",
-            {"quantize", "rows", "snapping", "weighing"},
+            {"quantize", "rows", "grid_quantize", "weighted_quantize"},
         ),
         (
             "# of 32 values; q6_K",
             "# another comment: q6_K",
             {
-                *("dequantize", "dots", "quantize", "recoding", "snapping", "weighing"),
+                *(
+                    "dequantize",
+                    "dots",
+                    "quantize",
+                    "requantize",
+                    "grid_quantize",
+                    "weighted_quantize",
+                ),
                 *("rounding", "row_products", "panel_products", "rows"),
             },
         ),
         (
             "min_code = (low_bits >> 4)",
             "min_code = (low_bits // 16)",
-            {"dequantize", "quantize", "recoding", "rows", "snapping", "weighing"},
+            {"dequantize", "quantize", "requantize", "rows", "grid_quantize", "weighted_quantize"},
         ),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
         (
@@ -120,20 +127,20 @@ def test_a_type_is_one_file(tmp_path: Path):
         (
             "to_floats(q & 3) *",
             "to_floats(3 & q) *",
-            {"dequantize", "quantize", "recoding", "rows", "snapping", "weighing"},
+            {"dequantize", "quantize", "requantize", "rows", "grid_quantize", "weighted_quantize"},
         ),
     ],
 )
 def test_a_change_in_a_room_reaches_what_compiles_it(
     old: str, new: str, recompiled: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    before = {name: store.fingerprint(name) for name in store.MODULE_ROLES}
-    shutil.copytree(store.DTYPES_FOLDER, tmp_path / "dtypes")
+    before = {name: kernel_cache.fingerprint(name) for name in kernel_cache.MODULE_ROLES}
+    shutil.copytree(kernel_cache.DTYPES_FOLDER, tmp_path / "dtypes")
     room = tmp_path / "dtypes/k.py"
     assert room.read_text().count(old) == 1
     room.write_text(room.read_text().replace(old, new))
-    monkeypatch.setattr(store, "DTYPES_FOLDER", tmp_path / "dtypes")
-    after = {name: store.fingerprint(name) for name in store.MODULE_ROLES}
+    monkeypatch.setattr(kernel_cache, "DTYPES_FOLDER", tmp_path / "dtypes")
+    after = {name: kernel_cache.fingerprint(name) for name in kernel_cache.MODULE_ROLES}
     assert {name for name in before if before[name] != after[name]} == recompiled
 
 

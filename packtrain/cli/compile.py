@@ -9,7 +9,7 @@ from packtrain import kernels
 from packtrain.common.memory import parse_size, private_nbytes
 from packtrain.common.options import option
 from packtrain.engine.optim import OPTIMIZERS
-from packtrain.kernels import store
+from packtrain.kernels.runtime import kernel_cache
 from packtrain.models.config import PRESETS
 from packtrain.planner.kernel_memory import loaded, required_kernel_modules
 
@@ -25,7 +25,7 @@ def run(settings: CompileSettings) -> int:
     """Compile every kernel module that is not compiled, and print the folder. Raises DoesNotFit, InputError."""
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
     start_time = time.perf_counter()
-    module_names = store.kernel_modules()
+    module_names = kernel_cache.kernel_modules()
     num_compiled = kernels.prepare(module_names, limit_nbytes, private_nbytes())
     free_nbytes = math.inf if limit_nbytes is None else limit_nbytes - private_nbytes()
     base_config = PRESETS["1m"]
@@ -34,7 +34,7 @@ def run(settings: CompileSettings) -> int:
     for modules in dict.fromkeys(required_kernel_modules(*variant) for variant in variants):
         loaded(modules, free_nbytes)  # measured, so that a tight budget can be planned
     seconds = time.perf_counter() - start_time
-    folders = sorted({str(store.module_folder(name).parent) for name in module_names})
+    folders = sorted({str(kernel_cache.module_folder(name).parent) for name in module_names})
     print(
         f"{len(module_names)} kernel modules, {num_compiled} compiled now in {seconds:.0f} s, in {', '.join(folders)}"
     )

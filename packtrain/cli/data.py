@@ -18,7 +18,7 @@ from packtrain.data.chat_template import load_template
 from packtrain.data.text.documents import has_valid_file
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.training.run_settings import ALL_TURNS, CHAT_TEMPLATE, SKIP_BAD_HELP, VALID_FILE
 
 CONTEXT = 2048  # most tokens of a sample, without --ctx

@@ -15,8 +15,8 @@ from packtrain.common.options import option
 from packtrain.common.version import __version__
 from packtrain.devtools.bench.machine_rates import describe_machine
 from packtrain.engine.memory_plan import size_text
-from packtrain.kernels import store
-from packtrain.kernels.runtime import cache_root
+from packtrain.kernels.runtime import kernel_cache
+from packtrain.kernels.runtime.environment import cache_root
 
 REQUIRED = "numpy", "numba", "threadpoolctl", "sentencepiece", "rich", "pyyaml", "jinja2", "psutil"
 OPTIONAL = {  # package: its extra, and what it brings
@@ -55,14 +55,14 @@ def check_machine() -> dict[str, Any]:
         "problems": problems,
     }  # fmt: skip
     if not problems:
-        machine, names = describe_machine(), store.kernel_modules()
+        machine, names = describe_machine(), kernel_cache.kernel_modules()
         report |= {name: machine[name] for name in ("cpu", "features", "threads")}
         levels = (level for level in KERNEL_LEVELS if level in machine["features"])
         report["kernel_level"] = next(levels, "any CPU of its kind")
         report["kernels"] = {
             "modules": len(names),
-            "missing": len(store.missing_modules(names)),
-            "folders": sorted({str(path.parent) for path in map(store.complete, names) if path}),
+            "missing": len(kernel_cache.missing_modules(names)),
+            "folders": sorted({str(p.parent) for p in map(kernel_cache.complete, names) if p}),
         }
     return report
 

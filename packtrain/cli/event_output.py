@@ -14,7 +14,7 @@ from packtrain.cli.side_by_side import MIN_WIDTH, side_by_side
 from packtrain.common.events import Counted, Events
 from packtrain.common.signals import stop_on_signals
 from packtrain.distributed import rank
-from packtrain.kernels import runtime
+from packtrain.kernels.runtime import environment
 from packtrain.training.monitoring.metrics_file import record_line
 from packtrain.training.monitoring.progress import ProgressLine, bar_module, redraws
 from packtrain.training.monitoring.work_progress import WorkCounter
@@ -33,7 +33,7 @@ def run_events(settings: RunSettings) -> Events:
     """The events of a training run, which rank 0 prints."""
     if rank():
         return SilentEvents()
-    runtime.is_quiet = settings.quiet
+    environment.is_quiet = settings.quiet
     return TerminalEvents(is_quiet=settings.quiet, log_json=settings.log_json)
 
 

@@ -103,7 +103,7 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
         if options is None:
             return BAD_INPUT
         # not at the top, so that --version answers at once
-        runtime = import_module("packtrain.kernels.runtime")
+        environment = import_module("packtrain.kernels.runtime.environment")
         module, settings_class = (
             _command_module(options.command),
             settings_class_of(options.command),
@@ -113,7 +113,7 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
     try:
         _warn_of_unread_variables(settings_class)
         variable_by_flag |= add_variables(options, settings_class)
-        debug_flags(), runtime.chosen_cpu()  # report what is misspelt before any work
+        debug_flags(), environment.chosen_cpu()  # report what is misspelt before any work
         parsed_settings = from_flags(settings_class, _resume_options(options, settings_class))
         if options.command in RANK_COMMANDS and getattr(parsed_settings, "nproc", 1) > 1:
             distributed = import_module("packtrain.distributed")

@@ -22,7 +22,7 @@ from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_objec
 from packtrain.conversion.hugging_face.safetensors import SafetensorsTensor, open_file, write_file
 from packtrain.conversion.hugging_face.tensor_names import halved, order, pair_halves, turned_heads
 from packtrain.dtypes import WRITABLE
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models.adapter_file import Adapter, Pair
 from packtrain.models.arch.architecture import RowSpans, is_matrix
 from packtrain.models.lora import EMBEDDING

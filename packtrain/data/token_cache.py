@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DiskFull, DoesNotFit, InputError, UserError
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
-from packtrain.kernels import ahead
+from packtrain.kernels.runtime import loader
 
 DAY_SECONDS, SECONDS_BETWEEN_LINES = 24 * 3600.0, 3.0
 PATH_FIELDS = "data", "model", "vocab"  # of recipes
@@ -33,7 +33,7 @@ ReportProgress = Callable[[str], None]
 Recipe = TypeVar("Recipe")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
-# stack of a thread; one of the pool touches up to 1.5 MiB when it starts (kernels/pool.py)
+# stack of a thread; one of the pool touches up to 1.5 MiB when it starts (kernels/runtime/work_stealing.py)
 STACK_NBYTES = 7 << 18
 CHILD_START_NBYTES = 32 << 20  # memory of a child before it reads; 20 to 27 MiB were measured
 # memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
@@ -144,7 +144,7 @@ def _too_large(location: str, room: int | None) -> str:
 
 def _limit_memory(nbytes: int) -> None:
     """Limit the private memory that this process may still take, beyond which it raises MemoryError."""
-    ahead.memory_budget = nbytes
+    loader.memory_budget = nbytes
     threading.stack_size(STACK_NBYTES)
     with suppress(ImportError, OSError, ValueError):  # some systems have no such limit
         status = Path("/proc/self/status").read_text(encoding="ascii")

@@ -3,22 +3,8 @@
 import numpy as np
 
 from packtrain.dtypes import (
-    floats,
-    int8_dot,
-    integers,
-    iq,
-    iq1,
-    iq2,
-    iq3,
-    iq4,
-    k,
-    k_small,
-    legacy,
-    mx,
-    recode,
-    ternary,
-    weighted_packing,
-)
+    floats, int8_dot, integers, iq, iq1, iq2, iq3, iq4, k, k_small, legacy, mx, recode, ternary, weighted_packing,
+)  # fmt: skip
 from packtrain.dtypes.element_type import DTYPES_BY_NAME, Dtype
 from packtrain.dtypes.floats import bf16, f16, f32, f64
 from packtrain.dtypes.integers import i32, i64, u8

@@ -1,6 +1,6 @@
 """Placeholders for functions of compiled code: `from packtrain.dtypes.intrinsics import load`, or `intrinsics.half_at`.
 
-Files in dtypes/ write kernel functions with names that `kernels.simd`, `bits` and `codes` define. Nothing here loads
+Files in dtypes/ write kernel functions with names that `kernels.simd` and `quant.codes` define. Nothing here loads
 numba: a Placeholder is an empty object until kernels are compiled, and then tells numba what it means.
 """
 

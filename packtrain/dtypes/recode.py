@@ -11,16 +11,8 @@ from packtrain.dtypes.element_type import DTYPES_BY_NAME, Dtype
 from packtrain.dtypes.intrinsics import byte_at, half_at, load, part, put_bytes, scratch, store
 from packtrain.dtypes.iq import NL, iq4_nl, iq4_xs
 from packtrain.dtypes.k import (
-    q2_K,
-    q3_K,
-    q4_K,
-    q5_K,
-    q6_K,
-    scale_and_min,
-    write_q4_K_codes,
-    write_q5_K_codes,
-    write_q6_K_codes,
-)
+    q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_min, write_q4_K_codes, write_q5_K_codes, write_q6_K_codes,
+)  # fmt: skip
 from packtrain.dtypes.k_small import write_q2_K_codes, write_q3_K_codes
 from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
 

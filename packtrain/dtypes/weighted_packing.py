@@ -9,22 +9,13 @@ import numpy as np
 from packtrain.dtypes import intrinsics
 from packtrain.dtypes.intrinsics import load, peek, poke, put_bytes, put_half, scratch
 from packtrain.dtypes.k import (
-    put_scale_bits,
-    q2_K,
-    q3_K,
-    q4_K,
-    q5_K,
-    q6_K,
-    scale_and_min,
-    write_q4_K_codes,
-    write_q5_K_codes,
-    write_q6_K_codes,
-)
+    put_scale_bits, q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_min, write_q4_K_codes, write_q5_K_codes, write_q6_K_codes,
+)  # fmt: skip
 from packtrain.dtypes.k_small import put_q2_K_codes, put_q3_K_codes, put_q3_K_scales, requantize
 from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1
 
 f32 = np.float32
-FIRST, STEP, NUM_TRIALS = f32(-0.9), f32(0.05), 36  # trials of lines, see kernels.search.sloped
+FIRST, STEP, NUM_TRIALS = f32(-0.9), f32(0.05), 36  # of lines, see kernels.scale_search.sloped
 
 
 @intrinsics.compiled_function

@@ -16,8 +16,8 @@ from packtrain.common.debug import flags
 from packtrain.engine.backends.host import HOST, Run, later
 from packtrain.engine.memory_plan import ArenaKey
 from packtrain.engine.placement import Placed
-from packtrain.kernels import ahead, machine
-from packtrain.kernels.joined import join_calls
+from packtrain.kernels.matmul.fused_products import join_calls
+from packtrain.kernels.runtime import loader, machine_code
 
 
 def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
@@ -43,7 +43,7 @@ def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int
 
 
 class CompiledCallTable:
-    """Kernel entries (see kernels.machine) and argument words of calls, which compiled code makes in turn."""
+    """Kernel entries (see kernels.machine_code) and argument words of calls, which compiled code makes in turn."""
 
     def __init__(self, placed: Placed, calls: Sequence[Run]) -> None:
         self.entry_rows, self._live_arguments = np.zeros((len(calls), 2), np.int64), list[Any]()
@@ -58,12 +58,12 @@ class CompiledCallTable:
             self._add_entry(index, call)
         for index, stop, merged_call in join_calls(raw_calls):
             self._add_entry(index, merged_call)
-            self.entry_rows[index + 1 : stop, 0] = ahead.load("call").DONE_BY_EARLIER_CALL
+            self.entry_rows[index + 1 : stop, 0] = loader.load("jit").DONE_BY_EARLIER_CALL
 
     def _add_entry(self, index: int, call: Any) -> None:
-        kernel_entry, kernel = machine.entered.get(getattr(call, "func", None), (0, None))
+        kernel_entry, kernel = machine_code.entered.get(getattr(call, "func", None), (0, None))
         if kernel is not None:
-            argument_words = array("q", machine.arg_words(kernel, call.args))
+            argument_words = array("q", machine_code.arg_words(kernel, call.args))
             self.entry_rows[index] = kernel_entry, argument_words.buffer_info()[0]
             self._live_arguments += argument_words, call
 
@@ -84,7 +84,7 @@ class CompiledCallTable:
 
     def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
         """Make the first `num_calls` calls; yield the indices of calls for the caller to make: no entry, or failed."""
-        index, call_module = 0, ahead.load("call")
+        index, call_module = 0, loader.load("jit")
         run_all, done_mark = call_module.run_all, call_module.DONE_BY_EARLIER_CALL
         while (index := run_all(self.entry_rows, index, num_calls)) < num_calls:
             yield index

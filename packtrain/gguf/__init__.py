@@ -5,12 +5,8 @@ Knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too
 """
 
 from packtrain.gguf.gguf_format import (
-    QUANTIZATION_VERSION,
-    GGUFError,
-    MetadataValue,
-    TensorInfo,
-    tensor_nbytes,
-)
+    QUANTIZATION_VERSION, GGUFError, MetadataValue, TensorInfo, tensor_nbytes,
+)  # fmt: skip
 from packtrain.gguf.gguf_reader import GGUF
 from packtrain.gguf.gguf_writer import DeferredTensor, write_gguf
 

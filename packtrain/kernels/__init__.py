@@ -1,16 +1,16 @@
 """Compiled loops over arrays, which know no graph.
 
-Modules such as `packtrain.kernels.norm` load on first use, under the policy in `runtime`: importing this package loads
-neither numba nor torch.
+A compiled module, such as rowwise/norm.py, is the attribute `norm` of this package and loads on first use, under the
+policy in runtime/environment.py: importing this package loads neither numba nor torch.
 """
 
 import importlib
 from importlib.util import find_spec
 from types import ModuleType
 
-from packtrain.kernels import ahead, store
-from packtrain.kernels.ahead import is_loaded, load_all, prepare
-from packtrain.kernels.crew import MAX_THREADS, set_threads, threads
+from packtrain.kernels.runtime import kernel_cache, loader
+from packtrain.kernels.runtime.loader import is_loaded, load_all, prepare
+from packtrain.kernels.runtime.thread_pool import MAX_THREADS, set_threads, threads
 
 __all__ = [
     "AMX_LOSS_KERNELS", "CONV_KERNELS", "DELTA_KERNELS", "EXPERT_KERNELS", "GENERATION_KERNELS", "MAX_THREADS",
@@ -21,23 +21,22 @@ __all__ = [
 
 # kernel modules by the work that needs them
 GENERATION_KERNELS = (
-    "attention_cells", "choosing", "elementwise", "matmul", "norm", "packed", "rope", "rounded",
-    "rows",
+    "attention_cells", "choosing", "elementwise", "matmul_f32", "norm", "packed", "rope", "rounded", "rows",
 )  # fmt: skip
 # the optimizer's own modules come on top
 TRAINING_KERNELS = (
-    *GENERATION_KERNELS, "attention", "attention_back", "cast", "loss", "packing", "reduce",
+    *GENERATION_KERNELS, "flash_attention", "attention_back", "cast", "loss", "packing", "reduce",
 )  # fmt: skip
 EXPERT_KERNELS = ("experts", "softmax")
 CONV_KERNELS = ("short_conv",)
 SCAN_KERNELS = ("short_conv", "scan")
 DELTA_KERNELS = ("delta",)  # for gated delta nets, beside SCAN_KERNELS
-AMX_LOSS_KERNELS = ("head",)  # for the fused head in bf16 by AMX
+AMX_LOSS_KERNELS = ("fused_head",)  # for the fused head in bf16 by AMX
 SOFTMAX_KERNELS = ("softmax",)  # for attention as separate ops
 QUANTIZE_KERNELS = ("quantize",)
 # for quantizing with an importance matrix, or onto grids
-WEIGHTED_QUANTIZE_KERNELS = ("weighing", "snapping")
-REQUANTIZE_KERNELS = ("recoding",)  # for training in the blocks of quantized matrices
+WEIGHTED_QUANTIZE_KERNELS = ("weighted_quantize", "grid_quantize")
+REQUANTIZE_KERNELS = ("requantize",)  # for training in the blocks of quantized matrices
 WINDOW_KERNELS = ("convolution", "windows")  # for convolutions and pools
 # for training graphs of any ops
 OP_KERNELS = (
@@ -59,6 +58,6 @@ def has_torch(peer_module: str) -> bool:
 
 
 def __getattr__(name: str) -> object:
-    if name.startswith("_") or name not in store.kernel_modules():
+    if name.startswith("_") or name not in kernel_cache.kernel_modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return ahead.load(name)
+    return loader.load(name)

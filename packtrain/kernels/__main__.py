@@ -2,6 +2,6 @@
 
 import sys
 
-from packtrain.kernels.ahead import compile_into
+from packtrain.kernels.runtime.loader import compile_into
 
 compile_into(sys.argv[1])

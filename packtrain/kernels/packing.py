@@ -11,7 +11,7 @@ Worked example: lives A 0..2, B 1..3, C 2..4, sizes 2, 3, 2, target 5; sections 
     frame B2         place B at 2: its top is 5, solved. With target 4, section 1 is too full for any offsets.
 """
 
-from packtrain.kernels.call import kernel, part
+from packtrain.kernels.runtime.jit import kernel, part
 
 NONE, SOLVED, STOPPED = 0, 1, 2
 KEY = 62  # bits of a key

@@ -15,7 +15,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.files import Check
 from packtrain.dtypes import bf16, f16, f32
 from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting, lora_scale
 
 READABLE_DTYPES = (f32, f16, bf16)

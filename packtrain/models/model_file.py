@@ -16,7 +16,7 @@ from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer, TokenizerError
 from packtrain.dtypes import DTYPES, READABLE, Dtype, bf16, f32
 from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config

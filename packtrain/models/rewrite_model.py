@@ -16,7 +16,7 @@ from packtrain.common.errors import InputError
 from packtrain.dtypes import READABLE, RECODABLE, WRITABLE, Dtype
 from packtrain.engine.ops.stored_values import stored_rows
 from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, TensorInfo, write_gguf
-from packtrain.kernels.quantized_arrays import QuantizedBlocks, dequantize, packed
+from packtrain.kernels.quant.quantized_arrays import QuantizedBlocks, dequantize, packed
 from packtrain.models.adapter_file import Adapter
 from packtrain.models.arch.architecture import is_matrix
 

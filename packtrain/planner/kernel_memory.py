@@ -15,8 +15,8 @@ from packtrain.common.files import write_text
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.engine.ops.costs import in_tiles
 from packtrain.engine.optim import Optimizer
-from packtrain.kernels import store
-from packtrain.kernels.runtime import cache_root, write_error
+from packtrain.kernels.runtime import kernel_cache
+from packtrain.kernels.runtime.environment import cache_root, write_error
 from packtrain.models.config import Config
 
 GUESSED_NBYTES = 17 << 20  # bytes of kernels if the child has no memory; 11 to 16 MiB were measured
@@ -89,7 +89,7 @@ def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
 
 
 def _cache_path(names: Sequence[str]) -> Path:
-    key_parts = "machine code alone", str(kernels.threads()), *map(store.folder_name, names)
+    key_parts = "machine code alone", str(kernels.threads()), *map(kernel_cache.folder_name, names)
     cache_key = hashlib.sha256("\0".join(key_parts).encode()).hexdigest()[:16]
     return cache_root() / f"loaded-{cache_key}.json"
 

@@ -14,7 +14,7 @@ from packtrain.common.version import __version__
 from packtrain.dtypes import DTYPES, READABLE, Dtype
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.ops.costs import laying
-from packtrain.kernels.runtime import cache_root, platform_identity, write_error
+from packtrain.kernels.runtime.environment import cache_root, platform_identity, write_error
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.speed_probe import DEFAULT_RATES, measure_rates
 

@@ -24,7 +24,7 @@ from packtrain.engine.ops.costs import laying, multiply_kind
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor, input, weight
-from packtrain.kernels.runtime import supports_precision
+from packtrain.kernels.runtime.environment import supports_precision
 from packtrain.planner import cost_model
 from packtrain.planner.cost_model import BackendRates, call_cost, call_seconds, graph_seconds
 

@@ -23,8 +23,8 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import DTYPES, RECODABLE, dtype_of, f32
 from packtrain.engine.executor import Session
 from packtrain.gguf import DeferredTensor, MetadataValue, tensor_nbytes, write_gguf
-from packtrain.kernels.quantized_arrays import dequantize, quantize
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
+from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.arch.architecture import is_matrix

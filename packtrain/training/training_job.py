@@ -20,7 +20,7 @@ from packtrain.dtypes import DTYPES, f32
 from packtrain.engine.executor import Session
 from packtrain.engine.optim import OPTIMIZERS, Optimizer, RankShare
 from packtrain.gguf import MetadataValue
-from packtrain.kernels.runtime import cache_root, supports_precision, writable
+from packtrain.kernels.runtime.environment import cache_root, supports_precision, writable
 from packtrain.models import transformer
 from packtrain.models.attention_choice import with_flash
 from packtrain.models.config import PRESETS, Config

@@ -13,7 +13,7 @@ from packtrain.dtypes import PACKABLE, Dtype
 from packtrain.engine.memory_plan import size_text
 from packtrain.gguf import DeferredTensor, MetadataValue
 from packtrain.gguf import write_gguf as write_file
-from packtrain.kernels.quantized_arrays import quantize_measured
+from packtrain.kernels.quant.quantized_arrays import quantize_measured
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.rewrite_model import unpacked

@@ -11,7 +11,7 @@ from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.options import flag
 from packtrain.conversion.calibration.calibration_inputs import ReadingPlan
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.models.model_file import ModelFile
 from packtrain.planner.budget import mib
 from packtrain.training.sample_batches import SampleBatches

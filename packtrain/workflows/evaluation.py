@@ -22,7 +22,7 @@ from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, Target, target
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context

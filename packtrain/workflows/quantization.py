@@ -18,7 +18,12 @@ from packtrain.common.options import COLUMNS, option, positional
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.dtypes.element_type import QuantMix
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, DeferredTensor, MetadataValue, TensorInfo
-from packtrain.kernels.quantized_arrays import WeightedValues, dequantize, packed, sum_of_squares
+from packtrain.kernels.quant.quantized_arrays import (
+    WeightedValues,
+    dequantize,
+    packed,
+    sum_of_squares,
+)
 from packtrain.models.quant_recipe import EMBEDDING_NAMES as EMBEDDINGS
 from packtrain.models.quant_recipe import MIXES, OUTPUT, tensor_dtypes
 

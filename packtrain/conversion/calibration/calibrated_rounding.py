@@ -17,7 +17,7 @@ from packtrain.conversion.calibration.rounding_grid import GridRounder
 from packtrain.dtypes import dtype_of
 from packtrain.engine.backends import CPU, Target
 from packtrain.gguf import GGUF
-from packtrain.kernels.quantized_arrays import quantize
+from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile
 from packtrain.models.model_with_adapters import Scaled, adapted

@@ -151,5 +151,5 @@ def product(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray | None = None)
     """Return a @ b, f32, on all cores; with an accumulator, add the product to it in place."""
     compiled: Any = kernels
     result = np.empty((a.shape[0], b.shape[1]), np.float32) if accumulator is None else accumulator
-    compiled.matmul.product(result, a, b, accumulator is not None, 0)
+    compiled.matmul_f32.product(result, a, b, accumulator is not None, 0)
     return result

@@ -80,8 +80,9 @@ class PointRounder:
         compiled: Any = kernels
         for row_start in range(0, len(row_features), ROWS_AT_ONCE):
             line_batch = np.ascontiguousarray(row_features[row_start : row_start + ROWS_AT_ONCE])
-            compiled.matmul.product(costs[: len(line_batch)], line_batch, self._features, False, 0)
-            point_indices[row_start : row_start + ROWS_AT_ONCE] = costs[: len(line_batch)].argmin(1)
+            batch_costs = costs[: len(line_batch)]
+            compiled.matmul_f32.product(batch_costs, line_batch, self._features, False, 0)
+            point_indices[row_start : row_start + ROWS_AT_ONCE] = batch_costs.argmin(1)
         return point_indices
 
     def write_rows(self, rows: np.ndarray) -> None:

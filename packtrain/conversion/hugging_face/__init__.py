@@ -19,7 +19,7 @@ from packtrain.conversion.hugging_face.vocabulary import vocabulary_metadata
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.gguf import DeferredTensor, write_gguf
 from packtrain.inference.kv_cache import Context
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
 from packtrain.models.model_file import open_model
 from packtrain.models.model_metadata import general_metadata

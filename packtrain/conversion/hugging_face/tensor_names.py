@@ -12,7 +12,7 @@ from packtrain.conversion.hugging_face.checkpoint_folder import CheckpointFolder
 from packtrain.conversion.hugging_face.safetensors import SafetensorsTensor
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.engine.tensor import Shape
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 from packtrain.models.arch import architecture as arch
 from packtrain.models.config import Config
 from packtrain.models.tensor_shapes import POSITIONS, block_shapes, unused_weights, weight_shapes

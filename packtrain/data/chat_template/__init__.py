@@ -5,19 +5,11 @@ A template comes from an untrusted file. It runs in Jinja's sandbox, in its own 
 """
 
 from packtrain.data.chat_template.template_families import (
-    CHATML,
-    TEMPLATES,
-    TemplateChoice,
-    choose_template,
-    load_template,
-)
+    CHATML, TEMPLATES, TemplateChoice, choose_template, load_template,
+)  # fmt: skip
 from packtrain.data.chat_template.template_language import (
-    MEMORY_NBYTES,
-    ChatTemplate,
-    TemplateError,
-    answer_variables,
-    template_source,
-)
+    MEMORY_NBYTES, ChatTemplate, TemplateError, answer_variables, template_source,
+)  # fmt: skip
 
 __all__ = [
     "CHATML", "MEMORY_NBYTES", "TEMPLATES", "ChatTemplate", "TemplateChoice", "TemplateError", "answer_variables",

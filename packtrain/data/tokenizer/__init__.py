@@ -5,16 +5,8 @@ Takes `GGUF(path).metadata` and text, and returns the same ids as llama.cpp. Tok
 
 from packtrain.data.tokenizer.batch_encoding import encode_all
 from packtrain.data.tokenizer.token_table import (
-    BYTE,
-    CONTROL,
-    END_TEXTS,
-    KEYS,
-    NO_ID,
-    NORMAL,
-    UNKNOWN,
-    USER_DEFINED,
-    TokenizerError,
-)
+    BYTE, CONTROL, END_TEXTS, KEYS, NO_ID, NORMAL, UNKNOWN, USER_DEFINED, TokenizerError,
+)  # fmt: skip
 from packtrain.data.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 
 from packtrain.data.tokenizer.compiled import CompiledEncoder
 from packtrain.data.tokenizer.tokenizer import TextParts, Tokenizer
-from packtrain.kernels.runtime import allowed_cpus
+from packtrain.kernels.runtime.environment import allowed_cpus
 
 BATCH_CHARACTERS = 1 << 18  # characters that a thread encodes at a time
 MAX_THREADS = 8

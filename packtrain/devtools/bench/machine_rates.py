@@ -14,7 +14,7 @@ from packtrain import kernels
 from packtrain.common.version import __version__
 from packtrain.devtools.bench.bench_table import BenchTable
 from packtrain.devtools.bench.timing import CLOCK, Clock, time_call
-from packtrain.kernels import runtime
+from packtrain.kernels.runtime import environment
 from packtrain.planner.cost_model import CACHE_NBYTES
 
 # LLVM's names of CPU features, and ours
@@ -73,7 +73,7 @@ def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
 
     m, n, k = PRODUCT_SHAPE
     a, b, y = (np.ones(shape, np.float32) for shape in ((m, k), (n, k), (m, n)))
-    product_seconds = fastest(lambda: kernel_modules.matmul.product(y, a, b.T, False, 0))
+    product_seconds = fastest(lambda: kernel_modules.matmul_f32.product(y, a, b.T, False, 0))
     return MachineRates(
         fma_one=fma_rate(1), fma=fma_rate(threads), product=2.0 * m * n * k / product_seconds,
         cache_bandwidth=copy_rate(CACHE_VALUES), far=copy_rate(MEMORY_VALUES), threads=threads,
@@ -104,9 +104,9 @@ def describe_machine() -> dict[str, Any]:
     """Return the facts on which figures depend: CPU, features, cores, threads and versions of packages."""
     forced = os.environ.get("PACKTRAIN_CPU", "")
     # those for which kernels are compiled
-    features = [ours for theirs, ours in FEATURES.items() if runtime.has_cpu_feature(theirs)]
+    features = [ours for theirs, ours in FEATURES.items() if environment.has_cpu_feature(theirs)]
     return {
-        "cpu": processor_name(), "features": features, "forced": forced, "cores": runtime.allowed_cpus(),
+        "cpu": processor_name(), "features": features, "forced": forced, "cores": environment.allowed_cpus(),
         "threads": kernels.threads(), "versions": read_versions(),
     }  # fmt: skip
 

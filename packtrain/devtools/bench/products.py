@@ -20,7 +20,7 @@ from packtrain.engine.executor import Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.placement import place
 from packtrain.engine.tensor import Tensor, input, weight
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 
 PRODUCT_FORMS = FORWARD, BACK, WEIGHT
 # M × N × K, tokens × rows × columns, for the matrices of a model's blocks, and of its head if it is not too large

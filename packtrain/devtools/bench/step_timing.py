@@ -12,7 +12,7 @@ from packtrain.devtools.bench.peer_process import PeerError, PeerProcess
 from packtrain.devtools.bench.products import NO_PEER_NOTE, TORCH_PEER, ProgressCounter, has_torch
 from packtrain.devtools.bench.timing import BenchProgram, paired
 from packtrain.devtools.bench.training import ROWS
-from packtrain.kernels.runtime import supports_precision
+from packtrain.kernels.runtime.environment import supports_precision
 from packtrain.models.config import PRESETS
 
 WARM = 2  # steps whose time does not count; the first compiles, the last is watched for memory

@@ -21,7 +21,7 @@ from packtrain.engine.backends import Backend
 from packtrain.engine.graph import Graph
 from packtrain.engine.interpreter import interpret
 from packtrain.engine.tensor import OPS, Call, input
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 
 CheckSample = Call | FunctionSample
 

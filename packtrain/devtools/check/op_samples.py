@@ -10,7 +10,7 @@ from packtrain.dtypes import READABLE, WRITABLE, Dtype, bf16, f16, f32
 from packtrain.engine import optim as optim  # registers its ops, which are checked, too
 from packtrain.engine.graph import Graph
 from packtrain.engine.tensor import OPS, Call, GraphError, Tensor, input, state, weight
-from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 
 Values = Mapping[str, np.ndarray]
 NUM_RANDOM_BLOCKS = 4096  # number of random blocks, of which those with ordinary values serve

@@ -9,7 +9,7 @@ from packtrain.engine.backends import cpu as cpu
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.placement import place
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 
 # relative to the largest value, or to 1 where all values are smaller
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}

@@ -11,7 +11,7 @@ from packtrain.engine.ops.elementwise import silu_back_torch
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
 from packtrain.engine.ops.unary_functions import GELU_CUBE, GELU_FACTOR
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
-from packtrain.kernels.counter import uniform_numpy
+from packtrain.kernels.rowwise.counter_rng import uniform_numpy
 
 
 def _check_same_spec(*tensors: Tensor) -> Spec:

@@ -12,7 +12,7 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.dtypes import PRECISIONS, dtype_of, f32
 from packtrain.engine.tensor import GraphError, Op, Spec, Tensor, input, refusal, require
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 
 ABSENT = np.empty(0, np.float32)
 ABSENT_IDS = np.empty(0, np.int32)

@@ -151,7 +151,7 @@ def attention_cpu(out, q, k, v, *mask_inputs, scale, window, softcap):
     keys, values = k.view(np.uint8), v.view(np.uint8)
     *positions, sinks = mask_inputs
     args = *_position_arrays(*positions), flatten_or_absent(sinks), scale, window, softcap
-    return run_replayable(kernels.attention.attention, *out, q, keys, values, *args)
+    return run_replayable(kernels.flash_attention.attention, *out, q, keys, values, *args)
 
 
 attention.kernel("torch")(torch_attention.attention)

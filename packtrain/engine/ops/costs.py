@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from packtrain.dtypes import Dtype, f32
 from packtrain.engine.tensor import Tensor
-from packtrain.kernels.runtime import supports_precision
+from packtrain.kernels.runtime.environment import supports_precision
 
 VECTOR_COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
 TILE_DEPTH, BROAD = 512, 288  # steps of a sum before a tile is written, and columns packed at once
 TILE_WRITE_STEPS = 3  # writing a tile costs as much as this many steps of a sum
 MAX_DOT_ROWS = 4  # up to this many rows use dot products
-MIN_PARALLEL_WORK = 1 << 19  # multiply-adds below which kernels.matmul uses one thread
+MIN_PARALLEL_WORK = 1 << 19  # multiply-adds below which kernels.matmul_f32 uses one thread
 UNPACK_ROWS, MIN_PARALLEL_UNPACK_WORK = 16, 1 << 21  # of kernels.packed
 UNPACKED_COLUMNS = 256  # dequantized at a time
 KEYS = 64  # of a block in attention
@@ -177,7 +177,7 @@ def num_attended_pairs(q: Tensor, k: Tensor, window: int) -> float:
 
 
 def queries_per_block(d: int) -> int:
-    """Return the queries of a block for heads of width d, see kernels.attention.queries_in_block."""
+    """Return the queries of a block for heads of width d, see kernels.flash_attention.queries_in_block."""
     return 64 if d <= 64 else 32 if d <= 256 else 16
 
 

@@ -12,7 +12,7 @@ from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, real, torch
 from packtrain.engine.tensor import Op, Spec, Tensor, constant, input, op, require
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 
 MIN_PARALLEL_VALUES = 1 << 15  # below this a NumPy ufunc is faster than starting threads
 

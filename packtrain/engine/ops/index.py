@@ -21,7 +21,7 @@ from packtrain.engine.ops.arrays import check_ids as check_ids_numpy
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import BlockArray, blocks, check_ids, torch, unpack
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
-from packtrain.kernels import quantized_arrays
+from packtrain.kernels.quant import quantized_arrays
 
 ADD_ROWS = triton.lazy_kernel("rows", "add_rows")
 Q8_0 = BLOCK_TYPES["q8_0"]

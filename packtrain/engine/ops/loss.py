@@ -268,7 +268,7 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, 
     by_row = flatten(loss), flatten(losses), flatten_or_absent(correct)
     output_arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flatten_or_absent(db), *work
     args = rows(x), *packed(w), flatten_or_absent(b), flatten(targets), flatten(weights)
-    kernel_module = kernels.head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
+    kernel_module = kernels.fused_head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
     kernel_module.linear_cross_entropy(*output_arrays, *args, softcap, num_bf16_terms(precision))
 
 

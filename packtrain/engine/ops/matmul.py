@@ -13,7 +13,7 @@ from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.shape import transpose
 from packtrain.engine.ops.torch_kernels import times as torch_matmul_in_precision
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
-from packtrain.kernels.runtime import has_cpu_feature
+from packtrain.kernels.runtime.environment import has_cpu_feature
 
 MAX_INTEGER_ROWS = 8  # most rows whose products with packed weights are summed in integers
 PLANES = 3  # of 8 bits, which make up an integer
@@ -98,7 +98,7 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
     leading_shape = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading_shape, *t.shape[-2:])) for t in (x, w))
     for index in np.ndindex(leading_shape):
-        kernels.matmul.product(y[index], x[index], w[index].T, *options)
+        kernels.matmul_f32.product(y[index], x[index], w[index].T, *options)
     return None
 
 
@@ -117,7 +117,7 @@ matmul.kernel("cuda", strided=is_matrix)(partial(matmul_torch, unpack_size=torch
 
 def _run_product(y, x, w, options, work):
     if w.dtype == np.float32:
-        return run_replayable(kernels.matmul.product, y, x, w.T, *options)
+        return run_replayable(kernels.matmul_f32.product, y, x, w.T, *options)
     if work:
         return run_replayable(kernels.rounded.product, y, x, *packed(w), options[0], PLANES, *work)
     return run_replayable(kernels.packed.product, y, x, *packed(w), *options)
@@ -262,7 +262,7 @@ def out_prod_numpy(y, a, b, acc, precision):
 def out_prod_cpu(y, a, b, acc, precision):
     is_in_place = arrays.copy_acc(y, acc)
     options = acc is not None, num_bf16_terms(precision)
-    call = run_replayable(kernels.matmul.product, y, rows(a).T, rows(b), *options)
+    call = run_replayable(kernels.matmul_f32.product, y, rows(a).T, rows(b), *options)
     return call if is_in_place else None
 
 

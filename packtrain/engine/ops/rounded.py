@@ -26,7 +26,7 @@ def rounded(x: Tensor) -> Spec:
 
 def has_fast_integer_products() -> bool:
     """Whether products of many rows are faster in integers on this CPU than in f32."""
-    return kernels.runtime.has_cpu_feature("avx2")
+    return kernels.runtime.environment.has_cpu_feature("avx2")
 
 
 def _check_blocks(x: Tensor) -> None:

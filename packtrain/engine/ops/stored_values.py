@@ -23,10 +23,10 @@ from packtrain.engine.ops.matmul import matmul, matmul_back, out_prod
 from packtrain.engine.ops.shape import transpose
 from packtrain.engine.ops.torch_kernels import CHUNK, BlockArray, blocks, chunk_bounds, torch
 from packtrain.engine.tensor import Call, Spec, Tensor, constant, input, op, require
-from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.kernels.quant.quantized_arrays import dequantize
 
 DITHER = 0.4995  # less than half: without an addition no code changes, whatever the rounding errors
-TURN, NUM_OFFSETS = 2654435761, 1 << 12  # ROW_HASH and NOISE_PERIOD of kernels.recoding
+TURN, NUM_OFFSETS = 2654435761, 1 << 12  # ROW_HASH and NOISE_PERIOD of kernels.requantize
 
 
 @cache
@@ -112,14 +112,14 @@ def _nearest_codes(dtype, values, offsets, all_of, select, rint, clip):
 @stored_sum.kernel("cpu")
 def stored_sum_cpu(y, w, a, b, *, by, first, dither):
     type_number, weight_rows = packed(w)
-    kernels.recoding.add(packed(y)[1], weight_rows, type_number, a, b, by, moved(dither), first)
+    kernels.requantize.add(packed(y)[1], weight_rows, type_number, a, b, by, moved(dither), first)
 
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
     """Return round(w + by * b @ a) as blocks for rows of w and b from row `first` on, as a step stores them."""
     y, (type_number, rows) = np.empty_like(w), packed(w)
     kernel_modules: Any = kernels
-    kernel_modules.recoding.add(packed(y)[1], rows, type_number, a, b, by, moved(DITHER), first)
+    kernel_modules.requantize.add(packed(y)[1], rows, type_number, a, b, by, moved(DITHER), first)
     return y
 
 

@@ -15,7 +15,7 @@ from packtrain.engine.ops.arrays import copy_acc_or_zero, factor_pairs, invalid_
 CHUNK = 1 << 20  # values computed at a time, where memory has no room for a second tensor
 LARGE = 1 << 24  # values computed at a time on a GPU, which fewer would not fill
 TRITON_SPLIT = triton.lazy_kernel("elementwise", "split_bf16")
-# of kernels.counter, as signed words
+# of kernels.counter_rng, as signed words
 GOLDEN, FIRST_MIXER, SECOND_MIXER = (
     n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -210,12 +210,12 @@ def mix(z):
 
 
 def key_of(key, stream):
-    """Return kernels.counter.stream_key of a tensor (2,) i64, seed and step, and of a stream."""
+    """Return kernels.counter_rng.stream_key of a tensor (2,) i64, seed and step, and of a stream."""
     return mix(mix(mix(key[0]) + key[1]) + stream)
 
 
 def uniform(mixed_key, start, end):
-    """Return the uniforms of `kernels.counter` from an even `start` to `end`: the bits are equal."""
+    """Return the uniforms of `kernels.counter_rng` from an even `start` to `end`: the bits are equal."""
     first_word, last_word = start // 2 + 1, (end + 1) // 2 + 1
     z = torch.arange(first_word, last_word, dtype=torch.int64, device=mixed_key.device) * GOLDEN
     z += mixed_key

@@ -28,7 +28,7 @@ class Muon(AdamW):
     name: ClassVar[str] = "muon"
     note: ClassVar[str] = "keeps one moment for a matrix and orthogonalizes its steps"
     hyper: ClassVar[tuple[str, ...]] = (*HYPER, "momentum")
-    kernels: ClassVar[tuple[str, ...]] = ("elementwise", "matmul", "reduce", "update")
+    kernels: ClassVar[tuple[str, ...]] = ("elementwise", "matmul_f32", "reduce", "update")
     by_parts: ClassVar[bool] = False
 
     muon_momentum: float = TRAINING(0.95, "Muon: momentum", min_value=0, max_value=0.9999)

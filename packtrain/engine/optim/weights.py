@@ -9,8 +9,8 @@ from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
 from packtrain.engine.ops.arrays import flatten, noise_stream
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
 from packtrain.engine.tensor import Spec, Tensor, constant, require, weight
-from packtrain.kernels.counter import stream_key as mixed
-from packtrain.kernels.counter import uniform_numpy
+from packtrain.kernels.rowwise.counter_rng import stream_key as mixed
+from packtrain.kernels.rowwise.counter_rng import uniform_numpy
 
 
 def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:

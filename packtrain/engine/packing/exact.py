@@ -96,7 +96,8 @@ def can_load(clock: SearchClock) -> bool:
     """Whether enough time is left to load the search's kernels; compiling them first needs more."""
     if kernels.is_loaded("packing"):
         return not clock.is_over
-    return clock.left > (COMPILING if kernels.store.missing_modules(["packing"]) else LOADING)
+    is_compiled = not kernels.kernel_cache.missing_modules(["packing"])
+    return clock.left > (LOADING if is_compiled else COMPILING)
 
 
 def _split_parts(start: Ints, end: Ints) -> list[Ints]:

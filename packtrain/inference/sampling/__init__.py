@@ -4,12 +4,8 @@
 """
 
 from packtrain.inference.sampling.candidate_cuts import (
-    CANDIDATES,
-    LOGITS,
-    MAX_CANDIDATES,
-    TOKEN,
-    SamplerCut,
-)
+    CANDIDATES, LOGITS, MAX_CANDIDATES, TOKEN, SamplerCut,
+)  # fmt: skip
 from packtrain.inference.sampling.dry import find_breakers
 from packtrain.inference.sampling.sampler_chain import Chain, Constraint, SamplerInput
 from packtrain.inference.sampling.samplers import Candidates, token_rng

@@ -17,7 +17,7 @@ from packtrain.engine.backends import target as target_of
 from packtrain.engine.executor import Session
 from packtrain.engine.optim import Optimizer, update_graph
 from packtrain.engine.tensor import Tensor
-from packtrain.kernels.quantized_arrays import quantize
+from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.planner.training_plans import EVALUATE, MICRO, STEP
 from packtrain.training.checkpoint_shards import LazyArrays
 from packtrain.training.generic.dataset import Dataset

@@ -21,7 +21,7 @@ from packtrain.common.events import Counted, TaskCallbacks
 from packtrain.common.files import write_text
 from packtrain.common.signals import stop_on_interrupt
 from packtrain.data.text.text_streams import DATA_SUFFIXES
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.training.monitoring.progress import ProgressLine
 from packtrain.training.monitoring.work_progress import WorkCounter
 

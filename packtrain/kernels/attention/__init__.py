@@ -1,0 +1,1 @@
+"""Attention by blocks: forward, backward and from a KV cache; rotary positions."""

@@ -1,0 +1,1 @@
+"""Matrix products: f32, bf16, quantized weights, experts, convolutions."""

@@ -1,0 +1,264 @@
+"""Emit dot products of rows of weights with rows of integers, 32 of which have a step, in registers.
+
+Integers are the sum of `planes` signed bytes, the first times the largest power of 256. Weights are taken a chunk at a
+time, four blocks of 32 or one of 256, in groups with a scale each; `codes` of a type gives 64 of its codes, some of
+each group, `scales` its scales. As many integers make a line: by plane, in the order of the codes; by lane of a sum the
+steps; and what products with codes have too much, i32, or for types with offsets, by lane of the scales, the steps
+times the sums of integers of the groups whose offsets stand there.
+
+A block of 256 needs one conversion and one scale, because eight or four codes of every group share a vector: scaling
+each 128 took 1.25 (24 bits) to 1.5 times as long (8 bits). Multiply-adds alone need 17 cycles for 256 Q4_K products and
+a row with 24 bits, the tile takes 20; with 8 bits 7 and 10.
+"""
+
+import gc
+from functools import partial
+from itertools import product
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from packtrain.kernels.matmul.panels import emit_prefetch
+from packtrain.kernels.runtime.jit import call as call_kernel
+from packtrain.kernels.runtime.jit import emit_part, kernel
+from packtrain.kernels.runtime.kernel_types import i64, void
+from packtrain.kernels.simd.lane_reduction import fold_vectors
+from packtrain.kernels.simd.simd_f32 import (
+    BITS, F32, I64, LANES, VECTOR, call, emit_switch, f32x16, intrinsic_of,
+)  # fmt: skip
+from packtrain.kernels.simd.simd_u8 import (
+    BY_SIGN, CODES, codes64, dot_fours, dot_fours_signed, put, read, shuffle,
+)  # fmt: skip
+
+VALUES = 128  # least integers of a line
+LANES_NBYTES = 64  # bytes of 16 lanes
+PLANE_COUNTS, MAX_PLANES, MAX_TYPES = (1, 3), 4, 64
+ROWS = {1: 4, 2: 4, 4: 3, 8: 2}  # rows of weights by rows of activations: as registers hold
+MAX_INTEGER = 8355000  # largest integer of three planes: a little less than fits
+PREFETCH_NBYTES = 4096  # bytes after the rows that follow, where weights are prefetched
+CACHE_LINE = 64
+CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)
+
+
+def width_of(dtype):
+    """Return how many codes make a chunk."""
+    return max(VALUES, dtype.block)
+
+
+def codes_per_group(dtype):
+    """Return how many of 64 codes belong to one group."""
+    group_size = 16 if dtype.layout is not None and dtype.layout.group_size == 16 else 32
+    return group_size * CODES.count // width_of(dtype)
+
+
+def needs_split_sums(dtype, planes):
+    """Return whether sums of products overflow 32 bits, so that those with the last plane are summed apart."""
+    num_products = width_of(dtype) // LANES
+    return planes > 1 and num_products * dtype.code["codes"].max_code * MAX_INTEGER >= 1 << 31
+
+
+def line(width, planes):
+    """Return the bytes of a line: integers by plane, steps, and two vectors of corrections."""
+    return width * planes + 3 * LANES_NBYTES
+
+
+class DotTile:
+    """Emits the function of one type for `m` rows of activations and ROWS[m] rows of weights."""
+
+    def __init__(self, context, module, dtype, code, m, planes):
+        self.context, self.code, self.num_x_rows, self.r = context, code, m, ROWS[m]
+        self.chunk_width, self.planes = width_of(dtype), range(planes)
+        self.steps_offset, self.line = self.chunk_width * planes, line(self.chunk_width, planes)
+        self.code_bias = dtype.code["codes"].code_offset
+        self.is_signed = dtype.code["codes"].is_signed
+        self.is_split, self.lanes = needs_split_sums(dtype, planes), codes_per_group(dtype) // 4
+        self.is_single_block = dtype.block == self.chunk_width
+        self.chunk_nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
+        function_name = module.get_unique_name(f"tile_{dtype.name}_{m}_{planes}")
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 10)
+        self.function = ir.Function(module, function_type, function_name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block())
+        self.emit_code(*self.function.args)
+
+    def emit_code(self, x, row_stride, w, w_stride, count, rest_nbytes, y, down, num_rows, add):
+        """Emit y[i, j] = x[i] w[j], plus y if `add`, for m rows of x and up to r of w.
+
+        row_stride, w_stride, down  bytes between rows of x, w and y
+        count, rest_nbytes          chunks of a row of w, and bytes after them
+        """
+        b = self.builder
+        zero = ir.Constant(VECTOR, [0.0] * LANES)
+        self.sums = [cgutils.alloca_once_value(b, zero) for _ in range(self.num_x_rows * self.r)]
+        last_row = b.sub(num_rows, I64(1))
+        w_rows = [self.signed_min(b, I64(j), last_row) for j in range(self.r)]
+        w_rows = [b.add(w, b.mul(w_stride, j)) for j in w_rows]
+        ahead = b.add(b.add(w, b.mul(w_stride, I64(self.r))), I64(PREFETCH_NBYTES))
+        self.chunks(x, row_stride, w_rows, ahead, count)
+        if not self.is_single_block:
+            with b.if_then(b.icmp_signed(">", rest_nbytes, I64(0)), likely=False):
+                rest = self.pad_rest_rows(w_rows, count, rest_nbytes)
+                self.chunks(b.add(x, b.mul(count, I64(self.line))), row_stride, rest, ahead, I64(1))
+        totals = fold_vectors(b, [b.load(s) for s in self.sums], lambda b, v, w: b.fadd(v, w))
+        totals_ptr = b.ptrtoint(cgutils.alloca_once_value(b, totals), I64)
+        for j in range(self.r):
+            with b.if_then(b.icmp_signed("<", I64(j), num_rows)):
+                for i in range(self.num_x_rows):
+                    to = b.add(y, b.add(b.mul(down, I64(i)), I64(4 * j)))
+                    self.store_sum(read(b, F32, totals_ptr, 4 * (i * self.r + j)), to, add)
+        b.ret_void()
+
+    def prefetch_rows(self, prefetch_ptr):
+        """Emit prefetches of the next rows in the order of their bytes: rows side by side halve the rate of memory."""
+        for byte_offset in range(0, self.chunk_nbytes * self.r, CACHE_LINE):
+            emit_prefetch(self.builder, self.builder.add(prefetch_ptr, I64(byte_offset)), level=2)
+
+    def store_sum(self, sum_value, to, add):
+        b = self.builder
+        added_total = b.fadd(read(b, F32, to), sum_value)
+        put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, sum_value), to)
+
+    def pad_rest_rows(self, w_rows, count, rest_nbytes):
+        """Emit copies of what is left of rows after whole chunks, with zeros behind it; returns their addresses."""
+        b = self.builder
+        with b.goto_entry_block():
+            room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.chunk_nbytes), self.r))
+        buffer_ptr = b.ptrtoint(room, I64)
+        rest_rows = [b.add(buffer_ptr, I64(j * self.chunk_nbytes)) for j in range(self.r)]
+        full_nbytes = b.mul(count, I64(self.chunk_nbytes))
+        put(b, ir.Constant(room.type.pointee, None), buffer_ptr)
+        for source_row, rest_row in zip(w_rows, rest_rows, strict=True):
+            with cgutils.for_range(b, rest_nbytes, intp=I64) as loop:
+                byte = read(b, CODES.element, b.add(source_row, full_nbytes), loop.index)
+                put(b, byte, b.add(rest_row, loop.index))
+        return rest_rows
+
+    def chunks(self, x, row_stride, w_rows, ahead, count):
+        """Emit the loop that adds `count` chunks of rows to the sums."""
+        b = self.builder
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            chunk_offset = b.mul(loop.index, I64(self.chunk_nbytes))
+            self.prefetch_rows(b.add(ahead, b.mul(loop.index, I64(self.chunk_nbytes * self.r))))
+            x_line = b.add(x, b.mul(loop.index, I64(self.line)))
+            chunk_rows = [b.add(x_line, b.mul(row_stride, I64(i))) for i in range(self.num_x_rows)]
+            self.add_chunk(chunk_rows, [b.add(j, chunk_offset) for j in w_rows])
+
+    def add_chunk(self, x, w):
+        """Emit the sums of a chunk of rows at w with rows at x."""
+        b = self.builder
+        scales = [self.call_code("scales", SCALES_FORM, j) for j in w]
+        by = [shuffle(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
+        code_vectors = range(self.chunk_width // CODES.count)
+        codes = [[self.call_code("codes", CODES_FORM, j, I64(i)) for j in w] for i in code_vectors]
+        for i, x_line in enumerate(x):
+            row_slots = self.sums[i * self.r : (i + 1) * self.r]
+            step_vector = read(b, VECTOR, x_line, self.steps_offset)
+            scaled_steps = [b.fmul(d, step_vector) for d in by]
+            row_sums = map(b.load, row_slots)
+            row_sums = map(self.fma, self.scaled_products(codes, x_line), scaled_steps, row_sums)
+            if not self.code_bias:
+                integer_totals = read(b, VECTOR, x_line, self.steps_offset + LANES_NBYTES)
+                row_sums = map(self.fma, scales, [integer_totals] * self.r, row_sums)
+            for sum_slot, sum_value in zip(row_slots, list(row_sums), strict=True):
+                b.store(sum_value, sum_slot)
+
+    def scaled_products(self, codes, x_line):
+        """Emit sums by fours of products of codes with the integers of a row, as floats."""
+        rest = self.steps_offset + LANES_NBYTES
+        if not self.is_split:
+            return [*map(self.to_floats, self.integer_sums(codes, x_line, self.planes, rest))]
+        high_sums = self.integer_sums(codes, x_line, self.planes[:-1], rest)
+        low_sums = self.integer_sums(codes, x_line, self.planes[-1:], rest + LANES_NBYTES)
+        by_256 = ir.Constant(VECTOR, [256.0] * LANES)
+        sum_pairs = zip(map(self.to_floats, high_sums), map(self.to_floats, low_sums), strict=True)
+        return [self.fma(v, by_256, w) for v, w in sum_pairs]
+
+    def integer_sums(self, codes, x_line, plane_range, rest_offset):
+        """Emit sums by fours of products of codes with some planes of a row's integers, as i32.
+
+        The sums of all rows of w go side by side: each waits for the one before, longer than registers hold others.
+        """
+        b = self.builder
+        # integers of more planes may be -128
+        use_signed_dot = BY_SIGN and self.is_signed and len(self.planes) == 1
+        plane_sums = [ir.Constant(BITS, [0] * LANES)] * self.r
+        for p in plane_range:
+            if p != plane_range[0]:
+                plane_sums = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in plane_sums]
+            if p == plane_range[-1] and self.code_bias and not use_signed_dot:
+                correction = read(b, BITS, x_line, rest_offset)
+                plane_sums = [b.add(v, correction) for v in plane_sums]
+            for i, row_codes in enumerate(codes):
+                integers = read(b, CODES, x_line, self.chunk_width * p + CODES.count * i)
+                for j, code in enumerate(row_codes):
+                    if use_signed_dot:
+                        plane_sums[j] = dot_fours_signed(b, code, integers, plane_sums[j])
+                    else:
+                        plane_sums[j] = dot_fours(b, code, integers, plane_sums[j], self.is_signed)
+        return plane_sums
+
+    def to_floats(self, v):
+        return self.builder.sitofp(v, VECTOR)
+
+    def fma(self, a, b, c):
+        return call(self.builder, "llvm.fma.v16f32", VECTOR, a, b, c)
+
+    def signed_min(self, b, v, w):
+        return b.select(b.icmp_signed("<", v, w), v, w)
+
+    def call_code(self, role, signature, *call_args):
+        return emit_part(self.context, self.builder, self.code[role], signature, call_args)
+
+
+def dot_tiles(codes, scale_functions):
+    """Return an intrinsic (qtype, m, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile of m rows.
+
+    The tiles of a type are a kernel, so that LLVM compiles those of one type at a time.
+    """
+    kernels = {
+        dtype: type_kernel(dtype, {"codes": codes[dtype], "scales": scale_functions[dtype]})
+        for dtype in codes
+    }
+
+    def codegen(context, builder, sig, args):
+        cases = {
+            dtype.number: partial(call_kernel, context, builder, kernels[dtype], args[1:])
+            for dtype in kernels
+        }
+        emit_switch(builder, args[0], cases)
+        return context.get_dummy_value()
+
+    return intrinsic_of(11, lambda typingctx, *_: (void(*[i64] * 11), codegen))
+
+
+def type_kernel(dtype, code):
+    """Compile the tiles of one type, by rows and planes; code: its functions by role."""
+
+    def codegen(context, builder, sig, args):
+        m, planes, x, w, w_stride, k, y, down, rows, add = args
+        num_lines = builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES))
+
+        def emit_case(planes, m):
+            tile = DotTile(context, builder.module, dtype, code, m, planes)
+            size, block_nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
+            left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), block_nbytes)
+            row_stride = builder.mul(num_lines, I64(line(VALUES, planes)))
+            tile_args = x, row_stride, w, w_stride, builder.udiv(k, size), left, y, down, rows, add
+            builder.call(tile.function, tile_args)
+
+        cases = {
+            planes + MAX_PLANES * m: partial(emit_case, planes, m)
+            for planes, m in product(PLANE_COUNTS, ROWS)
+        }
+        emit_switch(builder, builder.add(planes, builder.mul(m, I64(MAX_PLANES))), cases)
+        return context.get_dummy_value()
+
+    signature, name = void(*[i64] * 10), f"tile_{dtype.name}"
+    parameters = ", ".join(f"arg{index}" for index in range(10))
+    names = {"__name__": __name__, "emit_tile": intrinsic_of(10, lambda *_: (signature, codegen))}
+    source = f"def {name}({parameters}):\n    emit_tile({parameters})"
+    exec(compile(source, __file__, "exec"), names)
+    tile_kernel = kernel(signature)(names[name])
+    gc.collect()  # 30 MiB of LLVM's instructions, in cycles: collection is paused while modules are imported
+    return tile_kernel

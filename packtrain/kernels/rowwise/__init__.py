@@ -1,0 +1,1 @@
+"""Element-wise functions, sums, norms, gathered rows and optimizer steps."""

@@ -1,0 +1,1 @@
+"""Compile, cache and load kernels, and run their tasks on threads."""

@@ -1,0 +1,1 @@
+"""Vectors in registers: the words in which kernels are written."""

@@ -1,0 +1,1 @@
+"""Split text into words, and encode words as token ids."""

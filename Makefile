@@ -16,9 +16,13 @@ $(VENV)/.ready: pyproject.toml
 demo: $(VENV)/.ready
 	$(RUN) -m packtrain demo
 
-# While you write: lint, types, layers, names, plans, errors of ops.
-quick: $(VENV)/.ready lint
-	$(RUN) -m pytest -n 2 tests/test_layers.py tests/test_names.py tests/test_plan.py tests/test_op_errors.py
+# While you write: lint, types on this platform, layers, names, plans, errors of ops, a tiny run.
+quick: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(RUN) -m pytest -n 2 -m "not slow and not exhaustive" tests/test_layers.py tests/test_names.py tests/test_plan.py \
+	    tests/test_op_errors.py tests/test_tiny.py
 
 # For every day: without the tests marked slow.
 check: $(VENV)/.ready lint

@@ -59,12 +59,15 @@ TORCHS = {  # of PyTorch, likewise
 TIMES_NUMPY = 2  # importing packtrain beside NumPy: 1.05 were measured
 
 
-def sources() -> Iterator[tuple[str, str, ast.Module]]:
+@pytest.fixture(scope="module")
+def sources() -> list[tuple[str, str, ast.Module]]:
     """Module of the first level, place in the tree, and syntax of every file but the public `__init__`."""
-    for file in sorted(ROOT.rglob("*.py")):
-        path = file.relative_to(ROOT)
-        if path != Path("__init__.py"):
-            yield path.parts[0].removesuffix(".py"), str(path), ast.parse(file.read_text())
+    paths = [file.relative_to(ROOT) for file in sorted(ROOT.rglob("*.py"))]
+    return [
+        (path.parts[0].removesuffix(".py"), str(path), ast.parse((ROOT / path).read_text()))
+        for path in paths
+        if path != Path("__init__.py")
+    ]
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
@@ -77,8 +80,8 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
             yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def test_every_module_has_its_layer():
-    homeless = {module for module, _, _ in sources()} - LAYERS.keys()
+def test_every_module_has_its_layer(sources):
+    homeless = {module for module, _, _ in sources} - LAYERS.keys()
     assert not homeless, f"say in LAYERS what {sorted(homeless)} may import"
 
 
@@ -87,9 +90,9 @@ def test_the_layers_have_no_cycle():
         assert set(allowed.split()) <= set(list(LAYERS)[:i]), f"{module} comes before what it uses"
 
 
-def test_imports_point_down_the_layers():
+def test_imports_point_down_the_layers(sources):
     wrong = []
-    for module, path, tree in sources():
+    for module, path, tree in sources:
         for node, name in imported_names(tree):
             top, *rest = name.split(".")
             target = rest[0] if top == "packtrain" else module
@@ -98,10 +101,10 @@ def test_imports_point_down_the_layers():
     assert wrong == []
 
 
-def test_kernels_import_packages_on_floors_below_their_own():
+def test_kernels_import_packages_on_floors_below_their_own(sources):
     floors = {name: i for i, names in enumerate(KERNEL_FLOORS) for name in names.split()}
     wrong = []
-    for module, path, tree in sources():
+    for module, path, tree in sources:
         if module == "kernels" and path.count("/") == 2:
             package = path.split("/")[1]
             for node, name in imported_names(tree):
@@ -111,9 +114,9 @@ def test_kernels_import_packages_on_floors_below_their_own():
     assert wrong == []
 
 
-def test_other_packages_are_imported_where_they_may_be():
+def test_other_packages_are_imported_where_they_may_be(sources):
     wrong = []
-    for module, path, tree in sources():
+    for module, path, tree in sources:
         rooms = (packages for folder, packages in OUTSIDE.items() if path.startswith(folder))
         allowed = next(rooms, {"numpy"}) | sys.stdlib_module_names | {"packtrain"}
         for node, name in imported_names(tree):
@@ -122,9 +125,9 @@ def test_other_packages_are_imported_where_they_may_be():
     assert wrong == []
 
 
-def test_nothing_is_imported_late():
+def test_nothing_is_imported_late(sources):
     wrong = []
-    for module, path, tree in sources():
+    for module, path, tree in sources:
         tried = [node for part in tree.body if isinstance(part, ast.Try) for node in part.body]
         top = {id(node) for node in (*tree.body, *tried)}  # tried: what not every system has
         late_lines = [node.lineno for node, _ in imported_names(tree) if id(node) not in top]
@@ -212,10 +215,10 @@ def is_own(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def test_no_module_uses_another_s_private_names():
+def test_no_module_uses_another_s_private_names(sources):
     wrong = [
         f"{path}:{n}: {private_name}"
-        for _, path, tree in sources()
+        for _, path, tree in sources
         for n, private_name in private_names(tree)
     ]
     assert wrong == []

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import packtrain
 
 ROOT = Path(packtrain.__file__).parent
@@ -44,22 +46,25 @@ def test_a_file_stem_stands_once():
     assert not {stem: rooms for stem, rooms in folders.items() if len(rooms) > 1}
 
 
-def test_a_class_name_stands_once():
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    folders = [ROOT.parent / name for name in LIMITS]
+    return {path: ast.parse(path.read_text()) for f in folders for path in f.rglob("*.py")}
+
+
+def test_a_class_name_stands_once(trees):
     files = defaultdict(set)
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and path.is_relative_to(ROOT):
                 files[node.name].add(str(path.relative_to(ROOT)))
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}
 
 
-def test_vague_names_only_grow_fewer():
+def test_vague_names_only_grow_fewer(trees):
     for folder, limit in LIMITS.items():
-        names = (
-            name
-            for path in (ROOT.parent / folder).rglob("*.py")
-            for name in identifiers(ast.parse(path.read_text()))
-        )
+        parsed = [t for path, t in trees.items() if path.is_relative_to(ROOT.parent / folder)]
+        names = (name for tree in parsed for name in identifiers(tree))
         count = sum(name.strip("_") in VAGUE for name in names)
         assert count <= limit, f"{folder}: {count:,} uses of vague names, {limit:,} at most"
 

@@ -1,8 +1,10 @@
 """What a search knows of ways to run a block before it builds them, and that it finds no worse for it."""
 
 import gc
+import os
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from packtrain.engine.backends import HOST
 from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
-from packtrain.planner import training_plans
+from packtrain.planner import choice_cache, training_plans
 from packtrain.planner.block_extrapolation import even
 from packtrain.planner.checkpointing import RecomputeChoice, uniform_choice
 from packtrain.planner.cost_model import BackendRates
@@ -95,6 +97,48 @@ def test_without_a_limit_auto_recomputes_what_is_nearly_free(form):
     assert full_draft.seconds < cheap_draft.seconds <= full_draft.seconds * (1 + FREE)
     none = replace(REQUEST, recompute="none")
     assert unlimited(form, none) == form and unlimited(form, REQUEST) == cheap_draft.shape
+
+
+def test_an_equal_run_does_not_search_again(tmp_path, monkeypatch):
+    """A run that differs does, in model, settings, rates or files of the package, and so does one after damage."""
+    monkeypatch.setattr(choice_cache, "cache_root", lambda: tmp_path)
+    form, searched = replace(SHAPE, micro_batch_size=16), []
+
+    def search(shape, request):
+        searched.append(shape)
+        return unlimited(shape, request)
+
+    def chosen(shape=form, request=REQUEST):
+        searches_before = len(searched)
+        found = choice_cache.with_saved_choice(shape, request, search)
+        assert found == unlimited(shape, request)
+        return len(searched) - searches_before
+
+    none, slow = (
+        replace(REQUEST, recompute="none"),
+        replace(REQUEST, rates=BackendRates(3e11, 1e10)),
+    )
+    shorter = replace(form, seq_len=form.seq_len // 2)
+    cases = (form, REQUEST), (form, none), (form, slow), (shorter, REQUEST)
+    assert [chosen(*case) for case in cases * 2] == [1] * 4 + [0] * 4
+    assert chosen(request=replace(REQUEST, baseline_nbytes=1 << 30)) == 0
+    (tmp_path / "choices.json").write_text(
+        '{"' + choice_cache.choice_key(form, REQUEST) + '": [3]}'
+    )
+    assert chosen() == 1 and chosen() == 0
+    monkeypatch.setattr(choice_cache, "MAX_CHOICES", 2)
+    assert [chosen(*case) for case in cases] == [
+        0,
+        1,
+        1,
+        1,
+    ] and chosen() == 1  # the oldest went first
+    real_stat, source = os.stat, choice_cache.__file__
+    edited = SimpleNamespace(st_size=os.stat(source).st_size, st_mtime_ns=1)
+    monkeypatch.setattr(
+        os, "stat", lambda path, **kw: edited if path == source else real_stat(path, **kw)
+    )
+    assert chosen() == 1
 
 
 def test_what_takes_time_to_recompute_is_kept():

@@ -43,14 +43,9 @@ class Generator:
 
     @classmethod
     def from_model(
-        cls,
-        model: ModelFile,
-        num_cells: int,
-        cache: Dtype = f32,
-        target: Target = CPU,
-        rows: int = 1,
+        cls, model: ModelFile, num_cells: int, cache: Dtype = f32, target: Target = CPU, rows: int = 1,
         **options: Any,
-    ) -> "Generator":
+    ) -> "Generator":  # fmt: skip
         """Create a generator with a file's mapped weights and a KV cache in its own session. Raises DoesNotFit.
 
         rows     most tokens whose logits one run gives

@@ -14,6 +14,7 @@ from packtrain.common.child_process import run_in_child
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.engine.backends import HOST
 from packtrain.engine.memory_plan import size_text
+from packtrain.planner.choice_cache import with_saved_choice
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import find_fastest_shape, smallest, unlimited
 from packtrain.planner.plan_table import choice_texts, table_lines
@@ -42,7 +43,7 @@ def plan_within_limits(
     """Return plans within the limits, or the smallest plans with a refusal; searches before the kernels are loaded."""
     if not request.limits:
         request.kernels.load()
-        return plan_in_process(unlimited(shape, request), request)
+        return plan_in_process(with_saved_choice(shape, request, unlimited), request)
     host_limit = request.limits.get(HOST, math.inf)
     plans, change = _plan_before_loading(shape, request, report)
     was_within_limit = plans.needed_nbytes <= host_limit

@@ -98,24 +98,13 @@ class Fitted:
 
 
 def fit(
-    model: "Model | Tensor | Build",
-    data: "Dataset | Mapping[str, Any]",
-    optimizer: Optimizer | None = None,
-    *,
-    epochs: int = 1,
-    batch: int | None = None,
-    val_split: float = 0.0,
-    valid: "Dataset | Mapping[str, Any] | None" = None,
-    shuffle: bool = True,
-    seed: int = 0,
-    schedule: Callable[[int], float] | str | None = None,
-    callbacks: Callbacks = epoch_steps.NO_CALLBACKS,
-    folder: str | Path | None = None,
-    resume: bool = False,
-    stop: Callable[[], bool] = lambda: False,
-    on_message: ReportFunction = lambda text: None,
-    **trainer: Any,
-) -> Fitted:
+    model: "Model | Tensor | Build", data: "Dataset | Mapping[str, Any]", optimizer: Optimizer | None = None, *,
+    epochs: int = 1, batch: int | None = None, val_split: float = 0.0,
+    valid: "Dataset | Mapping[str, Any] | None" = None, shuffle: bool = True, seed: int = 0,
+    schedule: Callable[[int], float] | str | None = None, callbacks: Callbacks = epoch_steps.NO_CALLBACKS,
+    folder: str | Path | None = None, resume: bool = False, stop: Callable[[], bool] = lambda: False,
+    on_message: ReportFunction = lambda text: None, **trainer: Any,
+) -> Fitted:  # fmt: skip
     """Train a model on a dataset for some epochs.
 
         done = pt.fit(net, {"x": images, "y": labels}, pt.AdamW(lr=1e-3), epochs=30, batch=1000, val_split=0.05)

@@ -27,13 +27,9 @@ class FitRecorder:
     """
 
     def __init__(
-        self,
-        folder: str | Path | None,
-        trainer: Trainer,
-        about: Mapping[str, Any],
-        resume: bool,
+        self, folder: str | Path | None, trainer: Trainer, about: Mapping[str, Any], resume: bool,
         report: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.folder = None if folder is None else Path(folder)
         graphs = {str(n): placed.graph.fingerprint for n, placed in trainer.form.placed.items()}
         self.trainer, self.about = trainer, {**about, "graphs": graphs}

@@ -23,13 +23,9 @@ class Result:
     kept: list[np.ndarray] = field(default_factory=list)
 
     def add(
-        self,
-        ndata: int,
-        loss: float,
-        correct: int | None,
-        predictions: np.ndarray | None,
+        self, ndata: int, loss: float, correct: int | None, predictions: np.ndarray | None,
         labels: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add the outputs of a physical batch; `labels`, of which `correct` are right, defaults to `ndata`."""
         self.ndata += ndata
         self.labels += ndata if labels is None else labels

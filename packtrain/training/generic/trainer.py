@@ -56,23 +56,13 @@ class Trainer(StepEngine):
     """
 
     def __init__(
-        self,
-        model: "Model | Tensor | Build",
-        optimizer: Optimizer | None = None,
-        *,
-        evaluated: "Model | Build | None" = None,
-        batch: int | None = None,
-        physical: int | None = None,
-        values: Arrays | None = None,
-        max_norm: float | None = None,
-        order: str = "written",
-        memory: str | None = None,
-        device: str = "cpu",
-        seed: int = 0,
-        inputs: Callable[[int], Arrays] = lambda step: {},
-        beside: int = 0,
+        self, model: "Model | Tensor | Build", optimizer: Optimizer | None = None, *,
+        evaluated: "Model | Build | None" = None, batch: int | None = None, physical: int | None = None,
+        values: Arrays | None = None, max_norm: float | None = None, order: str = "written",
+        memory: str | None = None, device: str = "cpu", seed: int = 0,
+        inputs: Callable[[int], Arrays] = lambda step: {}, beside: int = 0,
         on_message: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _check_choices(optimizer, order=(order, OP_ORDERS), device=(device, tuple(DEVICES)))
         if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 63:
             raise InputError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")

@@ -110,8 +110,8 @@ def test_an_equal_run_does_not_search_again(tmp_path, monkeypatch):
 
     def chosen(shape=form, request=REQUEST):
         searches_before = len(searched)
-        found = choice_cache.with_saved_choice(shape, request, search)
-        assert found == unlimited(shape, request)
+        answer = choice_cache.with_saved_choice(shape, request, search)
+        assert answer == unlimited(shape, request)
         return len(searched) - searches_before
 
     none, slow = (

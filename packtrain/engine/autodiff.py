@@ -137,7 +137,7 @@ class _Recomputation:
     def forward_values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         """Return saved values or recomputed copies of these forward tensors, recomputing missing ones."""
         tensor_list = list(tensors)
-        while missing_calls := self._missing_calls(t for t in tensor_list if t is not None):
+        while missing_calls := self._missing_calls([t for t in tensor_list if t is not None]):
             self._recompute(missing_calls)
         return [t if t is None else self.copies.get(t, t) for t in tensor_list]
 
@@ -147,7 +147,7 @@ class _Recomputation:
         stack = list(tensors)
         while stack:
             t = stack.pop()
-            if self._is_available(t) or t.call in missing_calls:
+            if self._is_kept_cache.get(t) or self._is_available(t) or t.call in missing_calls:
                 continue
             assert t.call is not None
             missing_calls[t.call] = None
@@ -229,7 +229,7 @@ class _Backward:
             try:
                 gradients = list(rule(*rule_args, *inputs, **call.attrs))
                 for t, d in zip(call.inputs, gradients, strict=False):
-                    if t in self.active and (d is None or d.shape != t.shape):
+                    if t in self.active and (d is None or d.spec.shape != t.spec.shape):
                         if d is None:
                             raise RequirementError(f"no gradient for its input {t.label}")
                         raise RequirementError(f"its gradient for {t.label} {t.spec} is {d.spec}")

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from operator import attrgetter
 
 from packtrain.engine.tensor import Call, GraphError, Tensor
 
@@ -123,4 +124,4 @@ def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
             continue
         visited.add(call)
         stack += [t.call for t in call.reads]
-    return tuple(sorted(visited, key=lambda call: call.serial))
+    return tuple(sorted(visited, key=attrgetter("serial")))

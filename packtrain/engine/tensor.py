@@ -68,7 +68,7 @@ class Spec:
         return self
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
 
 
 # cached: thousands of tensors share a few dozen shapes

@@ -114,7 +114,7 @@ def call_seconds(
     if isinstance(call, KernelStep):
         rates = rates.on(call.backend.name)
     cost = call_cost(call, read)
-    work_seconds = sum(amount / rates.rate_of(kind) for kind, amount in cost.work.items())
+    work_seconds = sum([amount / rates.rate_of(kind) for kind, amount in cost.work.items()])
     data_share = (
         rates.attended_share if cost.is_causal else rates.target_share if cost.only_targets else 1.0
     )

@@ -168,8 +168,9 @@ class TrainingPlans:
     def _buffer_nbytes(self, space: str) -> list[int]:
         """Return sizes of a session's buffers in a space: copies from a file, other leaves and constants, the arena."""
         local = [t for t in self.leaves.values() if self.target.home(t).space == space]
-        mapped = [leaf.spec.nbytes for leaf in local if is_mapped(self.shape, leaf)]
-        resident = buffer_nbytes((t for t in local if not is_mapped(self.shape, t)), self.target)
+        resident_leaves = [leaf for leaf in local if leaf.label in self.resident_leaves]
+        resident = buffer_nbytes(resident_leaves, self.target)
+        mapped = [t.spec.nbytes for t in local if t.label not in self.resident_leaves]
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         return [*mapped, resident + constants, self.largest_plan_in(space).arena(space).nbytes]
 
@@ -189,12 +190,12 @@ def lasting(placed: Placed) -> dict[str, Tensor]:
 
 
 def leaves_nbytes(leaves: Iterable[Tensor]) -> int:
-    return sum(leaf.spec.nbytes for leaf in leaves)
+    return sum([leaf.spec.nbytes for leaf in leaves])
 
 
 def buffer_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
     """Return the bytes of leaves in a session's buffer, where each begins at its backend's alignment."""
-    return sum(aligned(leaf.spec.nbytes, target.home(leaf).alignment) for leaf in leaves)
+    return sum([aligned(leaf.spec.nbytes, target.home(leaf).alignment) for leaf in leaves])
 
 
 def is_mapped(shape: StepShape, leaf: Tensor) -> bool:
@@ -212,8 +213,9 @@ def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space:
     """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied, or if `strict`."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
     local = [leaf for leaf in of if target.home(leaf).space == space]
-    resident_nbytes = buffer_nbytes((t for t in local if not is_mapped(shape, t)), target)
-    return resident_nbytes + leaves_nbytes(t for t in local if is_mapped(shape, t)) * strict
+    mapped = {leaf for leaf in local if is_mapped(shape, leaf)}
+    resident_nbytes = buffer_nbytes([leaf for leaf in local if leaf not in mapped], target)
+    return resident_nbytes + leaves_nbytes(mapped) * strict
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:

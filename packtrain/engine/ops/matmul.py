@@ -42,13 +42,13 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     arrays.check_precision(precision)
     require(x.dtype == f32, f"x is {x.spec}; it must be f32")
     _check_readable(w)
-    fact = f"x is {x.spec} and w is {w.spec}; w needs two axes, and x too where w has more"
-    require(len(w.shape) >= 2 and 1 <= len(x.shape) >= min(len(w.shape) - 1, 2), fact)
-    k, rows_k = x.shape[-1], w.shape[-1]
-    require(
-        k == rows_k, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({rows_k})"
-    )
-    return Spec((*_leading_shape(x, w), *x.shape[-2:-1], w.shape[-2])).require(acc=acc)
+    x_shape, w_shape, x_text, w_text = x.shape, w.shape, str(x.spec), str(w.spec)
+    fact = f"x is {x_text} and w is {w_text}; w needs two axes, and x too where w has more"
+    require(len(w_shape) >= 2 and 1 <= len(x_shape) >= min(len(w_shape) - 1, 2), fact)
+    k, rows_k = x_shape[-1], w_shape[-1]
+    fact = f"last axis of x {x_text} ({k}) must equal last axis of w {w_text} ({rows_k})"
+    require(k == rows_k, fact)
+    return Spec((*_leading_shape(x, w), *x_shape[-2:-1], w_shape[-2])).require(acc=acc)
 
 
 def _leading_shape(x: Tensor, w: Tensor) -> tuple[int, ...]:

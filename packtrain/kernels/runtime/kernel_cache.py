@@ -140,10 +140,8 @@ def folder_name(name: str) -> str:
 def fingerprints_file() -> str:
     """Return the name of the file of all fingerprints: a hash of all sources, faster than parsing them."""
     files = [*module_files().values(), *sorted(DTYPES_FOLDER.glob("*.py"))]
-    hashed_parts = [
-        *platform_identity(),
-        *(f"{file.parent.name}/{file.name}\0{file.read_text('utf-8')}" for file in files),
-    ]
+    texts = (f"{file.parent.name}/{file.name}\0{file.read_text('utf-8')}" for file in files)
+    hashed_parts = [*platform_identity(), *texts]
     return f"names-{hashlib.sha256(chr(0).join(hashed_parts).encode()).hexdigest()[:16]}.json"
 
 
@@ -216,7 +214,7 @@ def complete(name: str) -> Path | None:
     """Return the folder with a module's complete compiled code, or None."""
     module_folders = (root / folder_name(name) for root in cache_roots())
     trusted_folders = (folder for folder in module_folders if folder not in distrusted_folders)
-    return next((folder for folder in trusted_folders if (folder / CHECKSUM_FILE).exists()), None)
+    return next((f for f in trusted_folders if os.path.exists(f"{f}/{CHECKSUM_FILE}")), None)
 
 
 def distrust(folder: Path) -> None:
@@ -235,7 +233,8 @@ def module_folder(name: str) -> Path:
 def missing_modules(names: Collection[str]) -> list[str]:
     """Return those of these modules, and of the modules that they need, that are not compiled."""
     all_required = frozenset[str]().union(*(needed(module_name) for module_name in names))
-    return [name for name in kernel_modules() if name in all_required and complete(name) is None]
+    missing_names = [name for name in all_required if complete(name) is None]
+    return [name for name in kernel_modules() if name in missing_names] if missing_names else []
 
 
 def remove_old_kernels(root: Path) -> None:

@@ -208,5 +208,6 @@ def fullest_steps(live: np.ndarray, num_spans: int) -> np.ndarray:
 
 def printable_text(text: str, max_length: int = 80) -> str:
     """Return a name that is safe to show: without control characters, at most `max_length` characters long."""
-    visible_text = "".join(c if c.isprintable() else "�" for c in text)
-    return visible_text if len(visible_text) <= max_length else visible_text[: max_length - 1] + "…"
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else "�" for c in text)
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"

@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # tests start a thousand commands, each of which would compile every Python file again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check test exhaustive lint bench conformance goldens reference docs dist real-base real clean
+.PHONY: demo quick check test exhaustive lint bench conformance goldens reference docs dist real-base real arm64 clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -126,6 +126,13 @@ TEXT ?= ../shared/data/text/wikitext-2-raw/wiki.test.raw
 STORIES ?= ../shared/data/text/tinystories_sample.txt
 real: $(BASE) $(LLAMA_READY)
 	$(RUN) -m benchmarks.real --base $(BASE) --data $(DATA) --text $(TEXT) --stories $(STORIES) --parts $(PARTS)
+
+# packtrain on arm64, emulated: benchmarks/arm64.py says of which parts. QEMU, Debian's Python for arm64, wheels for
+# aarch64 and all caches stand in build/arm64: nothing is installed, and no root is needed, only apt-get's packages.
+# `make arm64 PARTS=short` ends within 8 minutes; PARTS=compile prints in what time and memory kernels are compiled.
+arm64: PARTS = whole
+arm64: $(VENV)/.ready
+	$(RUN) -m benchmarks.arm64 --parts $(PARTS)
 
 clean:
 	rm -rf $(VENV) dist build/packager build/site .mypy_cache .ruff_cache .pytest_cache

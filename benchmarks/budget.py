@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from benchmarks.memory import text
 from benchmarks.pressure import run_cases
-from packtrain.common.memory import parse_size, private_nbytes_of
+from benchmarks.watched import private_nbytes_of
+from packtrain.common.memory import parse_size
 
 MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (?:about )?(\d+)MiB")

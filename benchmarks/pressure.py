@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.watched import run_watched
-from packtrain.common.memory import parse_size, private_nbytes_of
+from benchmarks.watched import private_nbytes_of, run_watched
+from packtrain.common.memory import parse_size
 from packtrain.kernels.runtime.environment import cache_root
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask

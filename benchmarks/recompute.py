@@ -29,6 +29,7 @@ from packtrain.planner.estimate import chain
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.speed_probe import measure_rates
 from packtrain.planner.step_shape import StepShape
+from tests.search_checks import smallest_planned
 
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20
@@ -96,7 +97,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
         solution = blocks.fastest_within(floor + activations * percent // 100)
         decided = time.perf_counter() - start_time
         if solution is None:
-            min_nbytes = blocks.smallest_planned().arena - floor
+            min_nbytes = smallest_planned(blocks).arena - floor
             print(f"{percent:>6}% does not fit: the least is {min_nbytes / activations:.1%}")
             continue
         placed, plan = planned(solution.choice)

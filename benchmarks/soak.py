@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.serving import server_process
-from packtrain.common.memory import parse_size, private_nbytes_of
+from benchmarks.watched import private_nbytes_of
+from packtrain.common.memory import parse_size
 
 KEY = "soak-key"
 PATHS = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -1,5 +1,6 @@
 """A command, watched from outside: exit code, output, seconds, and its most private memory with its children."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,9 +10,29 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from packtrain.common.memory import private_nbytes_of
+import psutil
+
+from packtrain.common.memory import private_nbytes
 
 SAMPLE_SECONDS = 0.005  # at least; a sample of a process with children takes up to 5 ms of a core
+
+
+def private_nbytes_of(pid: int) -> int:
+    """Return the private memory of a process and all its descendants; 0 after the process has ended.
+
+    A child between fork and exec still shares its parent's memory, which is not counted twice.
+    """
+    try:
+        root_process = psutil.Process(pid)
+        command, nbytes = root_process.cmdline(), private_nbytes(pid)
+        descendants = root_process.children(recursive=True)
+    except psutil.Error:
+        return 0
+    for process in descendants:
+        with contextlib.suppress(psutil.Error):
+            is_counted = process.cmdline() != command
+            nbytes += private_nbytes(process.pid) if is_counted else 0
+    return nbytes
 
 
 class WatchedRun(NamedTuple):

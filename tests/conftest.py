@@ -25,6 +25,10 @@ NEEDS = {
     "shared": (SHARED.exists(), "no shared data beside the checkout"),
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
     "triton": (find_spec("triton") is not None, "Triton is not installed"),
+    "transformers": (
+        find_spec("transformers") is not None and find_spec("trl") is not None,
+        "transformers and trl are not installed",
+    ),
     "pyarrow": (find_spec("pyarrow") is not None, "the extra `data` is not installed"),
     "calamine": (find_spec("python_calamine") is not None, "the extra `data` is not installed"),
     "grammar": (find_spec("llguidance") is not None, "the extra `grammar` is not installed"),

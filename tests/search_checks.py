@@ -2,10 +2,12 @@
 
 from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.planner.checkpointing import BlockChain
+from packtrain.planner.checkpointing import BlockChain, PlannedChoice, uniform_choice
 from packtrain.planner.cost_model import BackendRates
+from packtrain.planner.drafts import PlanDraft
 from packtrain.planner.estimate import chain
 from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import PlanSearch
 from packtrain.planner.step_shape import StepShape
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
@@ -18,6 +20,18 @@ def fresh_chain(shape: StepShape) -> BlockChain:
     new_chain = chain(shape, REQUEST)
     new_chain.call_nbytes = 0
     return new_chain
+
+
+def fastest_or_smallest(search: PlanSearch, shape: StepShape, limit: int) -> PlanDraft:
+    """The fastest draft of at most `limit` bytes; the smallest draft if none fits."""
+    return search.fastest_draft(shape, limit, False) or search.smallest_draft(shape, False)
+
+
+def smallest_planned(blocks: BlockChain) -> PlannedChoice:
+    """Build the smallest choice and the one that recomputes all blocks; return the smallest built choice."""
+    blocks.plan_choice(blocks.smallest_choice.choice)
+    blocks.plan_choice(uniform_choice(blocks.count, ()))
+    return min(blocks.planned_choices.values(), key=lambda c: (c.nbytes, c.seconds))
 
 
 def check_alone(shape: StepShape) -> None:

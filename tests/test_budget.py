@@ -14,9 +14,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from benchmarks.watched import private_nbytes_of
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
-from packtrain.common.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
+from packtrain.common.memory import parse_size, private_nbytes, total_nbytes
 from packtrain.engine.backends import HOST
 from packtrain.engine.optim import SGD, AdamW
 from packtrain.models import transformer
@@ -42,6 +43,7 @@ from packtrain.training.monitoring import metrics_file
 from packtrain.training.training_engine import TrainingEngine
 from tests.kill import TINY_FLAGS, sample_text
 from tests.models import CONFIG, same_bits, seeded_batch, seeded_weights
+from tests.search_checks import smallest_planned
 
 RATES = BackendRates(1e11, 1e10)
 MIB = 1 << 20
@@ -83,7 +85,7 @@ def test_two_passes_and_any_choice_give_the_same_bits():
             replace(shape, keep=spaced_choice(4, 2), num_two_pass_blocks=count)
             for count in (1, 3, 4)
         ),
-        replace(shape, keep=chain(shape, make_request()).smallest_planned().choice),
+        replace(shape, keep=smallest_planned(chain(shape, make_request())).choice),
         replace(shape, keep=spaced_choice(4, 2)),
     ):
         assert same_bits(train_weights(other), expected)
@@ -104,7 +106,7 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
     if max_norm is None:
         exact = [name for name in got if name.startswith("blk.") and got[name].ndim == 2]
         assert exact and same_bits({n: got[n] for n in exact}, {n: expected[n] for n in exact})
-    for keep in (uniform_choice(3, ()), chain(layered, make_request()).smallest_planned().choice):
+    for keep in (uniform_choice(3, ()), smallest_planned(chain(layered, make_request())).choice):
         assert same_bits(train_weights(replace(layered, keep=keep), 1, SGD()), got)
     if max_norm is not None:
         assert same_bits(train_weights(replace(layered, two_passes=True), 1, SGD()), got)
@@ -131,7 +133,7 @@ def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
 def test_the_smallest_arena_is_nested_and_gives_the_same_bits():
     shape, blocks = deep_shape(8), chain(deep_shape(8), make_request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
-    small = blocks.smallest_planned().choice
+    small = smallest_planned(blocks).choice
     assert max(small.stream) > 1
     assert same_bits(train_weights(replace(shape, keep=small), 1), train_weights(shape, 1))
 
@@ -149,7 +151,7 @@ def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
     blocks = chain(deep_shape(6, max_norm=max_norm), make_request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
     everything = blocks.plan_choice(keep_all(6, len(blocks.block.value_nbytes)))
-    smallest_plan = blocks.smallest_planned()
+    smallest_plan = smallest_planned(blocks)
     budgets = np.linspace(smallest_plan.nbytes, everything.nbytes, 12).astype(int)
     plans = [blocks.fastest_within(int(budget)) for budget in budgets]
     assert all(
@@ -178,7 +180,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
         got = fresh.fastest_within(int(budget))
         best = min(f.seconds for f in every if f.nbytes <= budget)
         if got is None:
-            got = fresh.smallest_planned()
+            got = smallest_planned(fresh)
         assert got.nbytes <= budget * 1.01
         total_seconds = 3 * 2 * blocks.block.forward_seconds
         assert got.seconds - best <= 0.01 * total_seconds

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.watched import private_nbytes_of
 from packtrain import kernels
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DoesNotFit
-from packtrain.common.memory import private_nbytes_of
 from packtrain.engine.optim import AdamW
 from packtrain.kernels.runtime import kernel_cache, loader
 from packtrain.kernels.runtime.loader import MIB, CompileMode

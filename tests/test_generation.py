@@ -282,25 +282,31 @@ def test_a_cache_of_halves_is_near_and_rounds_to_nearest():
         assert np.array_equal(halves, exact.session.get(name).astype(np.float16))
 
 
+def take_cells(cells: CellTable, seq: int, num_tokens: int) -> list[int]:
+    """Take cells for the next tokens of a sequence; returns the tokens' positions."""
+    tokens = np.zeros(num_tokens, np.int32)
+    return cells.feed_inputs(tokens, np.full(num_tokens, seq), [num_tokens - 1])["pos"].tolist()
+
+
 def test_a_full_cache_refuses_and_takes_nothing():
     cells = CellTable(6)
-    cells.take_cells(0, 4)
+    take_cells(cells, 0, 4)
     before = cells.sets.copy(), cells.pos.copy()
     with pytest.raises(CacheFull, match="3 cells wanted, 2 of 6 are free"):
-        cells.take_cells(1, 3)
+        take_cells(cells, 1, 3)
     tokens = np.zeros(3, np.int32)
     with pytest.raises(CacheFull):
         cells.feed_inputs(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
     assert np.array_equal(cells.sets, before[0]) and np.array_equal(cells.pos, before[1])
     cells.drop_positions(0)
     assert not cells.sets.any()
-    cells.take_cells(1, 6)
+    take_cells(cells, 1, 6)
 
 
 def test_positions_go_on_where_a_sequence_stopped():
     cells = CellTable(8)
-    cells.take_cells(5, 2)
-    cells.take_cells(6, 2)
-    assert cells.take_cells(5, 2)[1].tolist() == [2, 3]
+    take_cells(cells, 5, 2)
+    take_cells(cells, 6, 2)
+    assert take_cells(cells, 5, 2) == [2, 3]
     cells.drop_positions(5, since=1)
-    assert cells.take_cells(5, 1)[1].tolist() == [1]
+    assert take_cells(cells, 5, 1) == [1]

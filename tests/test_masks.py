@@ -347,6 +347,7 @@ def test_where_tokens_begin(model: str, text: str):
             [0, 1, 1, 0],
         ),  # letters of both; then of the reply and of what follows
         ("ab    ef", (3, 8), [0, 0, 1, 1]),  # blanks of both
+        ("abcdef  ", (3, 3), [0, 0, 0, 0]),  # nothing
     ],
 )
 def test_a_token_across_a_border(text: str, span: tuple[int, int], weights: list[int]):

@@ -24,6 +24,7 @@ from packtrain.planner.plan_search import PlanSearch, find_fastest_shape
 from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.training_plans import STEP, build_graph, leaves
 from tests.architectures import CONFIGS
+from tests.search_checks import fastest_or_smallest
 
 REQUEST = PlanRequest(AdamW(), BackendRates(1e11, 1e10))
 MIXERS = ("attn_*", "ssm_in", "shortconv.in_proj")
@@ -122,7 +123,7 @@ def budget_range(name: str, kind: str) -> BudgetRange:
     config = replace(shape.config, block_count=3)
     shape = replace(shape, config=config, micro_batch_size=1, seq_len=128, max_norm=None)
     budget_search = PlanSearch(REQUEST)
-    smallest = budget_search.fastest_or_smallest(shape, 1 << 20)
+    smallest = fastest_or_smallest(budget_search, shape, 1 << 20)
     return BudgetRange(
         shape, budget_search, REQUEST.peak_nbytes(REQUEST.make_plans(shape)), smallest.nbytes
     )
@@ -149,7 +150,7 @@ def test_every_architecture_within_every_budget(name, kind, budget):
     assert min_nbytes < full_nbytes
     limits = {"none": full_nbytes, "tight": (full_nbytes + min_nbytes) // 2, "smallest": min_nbytes}
     limit = limits.get(budget, int(0.95 * min_nbytes))
-    best = budget_search.fastest_or_smallest(shape, limit)
+    best = fastest_or_smallest(budget_search, shape, limit)
     plans = REQUEST.make_plans(best.shape)
     for plan, placed in zip(plans.plans.values(), plans.placed_graphs.values(), strict=True):
         verify(plan, placed)
@@ -167,8 +168,8 @@ def test_a_refusal_of_every_way_says_what_would_do(kind):
 def test_blocks_without_rope_keep_in_its_place_what_rope_would_have_turned():
     shape = replace(shape_of("smollm3", "full"), micro_batch_size=1, seq_len=128, max_norm=None)
     full_nbytes, budget_search = REQUEST.peak_nbytes(REQUEST.make_plans(shape)), PlanSearch(REQUEST)
-    limit = (full_nbytes + budget_search.fastest_or_smallest(shape, 1 << 20).nbytes) // 2
-    best = budget_search.fastest_or_smallest(shape, limit)
+    limit = (full_nbytes + fastest_or_smallest(budget_search, shape, 1 << 20).nbytes) // 2
+    best = fastest_or_smallest(budget_search, shape, limit)
     assert best.shape.keep is not None and any(best.shape.keep.inner)
     assert REQUEST.peak_nbytes(REQUEST.make_plans(best.shape)) <= limit
 

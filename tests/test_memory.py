@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.watched import private_nbytes_of
 from packtrain.common import memory
-from packtrain.common.memory import MemoryPeak, private_nbytes, private_nbytes_of, release_memory
+from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 
 MIB = 1 << 20
 SLACK = 6 * MIB  # of what else happens in this process

@@ -25,7 +25,7 @@ from packtrain.conversion.calibration.error_feedback import (
 )
 from packtrain.conversion.calibration.grid_points import UNIT_COLUMNS, PointRounder
 from packtrain.conversion.calibration.merge_writer import AdapterMerge
-from packtrain.conversion.calibration.rounding_grid import GridRounder, codes_of, grid_of, put_codes
+from packtrain.conversion.calibration.rounding_grid import GridRounder, grid_of, put_codes
 from packtrain.dtypes import PACKABLE, WRITABLE, Dtype, f32
 from packtrain.gguf import GGUF
 from packtrain.kernels import set_threads, threads
@@ -71,6 +71,16 @@ def squared_error(error: np.ndarray, squares: np.ndarray) -> float:
 
 
 # ---- one matrix ----------------------------------------------------------------------------------------------
+
+
+def codes_of(rows: np.ndarray) -> np.ndarray:
+    """The code of each value, found among all values of its grid."""
+    grid, values = grid_of(rows), dequantize(rows)
+    step, low = (np.repeat(part, grid.group_size, 1) for part in (grid.step, grid.low))
+    code_values = grid.code_steps(np.arange(grid.num_levels, dtype=np.uint8))[:, None, None]
+    matches = code_values * step + low == values
+    assert matches.any(0).all()
+    return matches.argmax(0).astype(np.uint8)
 
 
 @every_kind

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.common.memory import private_nbytes_of
+from benchmarks.watched import private_nbytes_of
 from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, TRAINABLE, Dtype
 from packtrain.engine import ops
 from packtrain.engine.executor import RunError

@@ -20,7 +20,15 @@ from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import FREE, SLACK, PlanSearch, unlimited
 from packtrain.planner.step_shape import BaseModel
 from packtrain.planner.training_plans import APPLY, MEASURE, build_graph, make_plans
-from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh_chain
+from tests.search_checks import (
+    CONFIG,
+    REQUEST,
+    SHAPE,
+    check_alone,
+    fastest_or_smallest,
+    fresh_chain,
+    smallest_planned,
+)
 
 FORMS = [
     SHAPE,
@@ -61,7 +69,7 @@ def test_a_few_ways_that_are_measured_do_as_well_as_all(form):
     """And nothing is found that is faster than what was known before anything was measured."""
     baseline_chain = fresh_chain(form)
     for budget in np.linspace(
-        baseline_chain.smallest_planned().nbytes, baseline_chain.plan_choice(None).nbytes, 4
+        smallest_planned(baseline_chain).nbytes, baseline_chain.plan_choice(None).nbytes, 4
     ).astype(int)[1:-1]:
         partial_chain, exhaustive_chain, nbytes = fresh_chain(form), fresh_chain(form), int(budget)
         bound = partial_chain.seconds_bound(int(nbytes * (1 + SLACK)))
@@ -83,7 +91,7 @@ def test_a_few_ways_that_are_measured_do_as_well_as_all(form):
 
 def test_a_bound_lets_nothing_be_built_that_is_too_slow():
     blocks = fresh_chain(FORMS[3])
-    nbytes = (blocks.smallest_planned().nbytes + blocks.plan_choice(None).nbytes) // 2
+    nbytes = (smallest_planned(blocks).nbytes + blocks.plan_choice(None).nbytes) // 2
     built = set(blocks.planned_choices)
     blocks.fastest_within(nbytes, blocks.seconds_bound(nbytes) * 0.99)
     assert set(blocks.planned_choices) == built
@@ -201,7 +209,7 @@ def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
     ]
     drafts = [search.draft(form) for form in recomputing_forms]
     assert all(left.nbytes > right.nbytes for left, right in pairwise(drafts))
-    best_drafts = [search.fastest_or_smallest(one_pass_form, draft.nbytes) for draft in drafts]
+    best_drafts = [fastest_or_smallest(search, one_pass_form, draft.nbytes) for draft in drafts]
     for best, draft in zip(best_drafts, drafts, strict=True):
         assert best.nbytes <= draft.nbytes and best.seconds <= draft.seconds
     assert best_drafts[-1].shape.num_two_pass_blocks
@@ -221,7 +229,7 @@ def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(num_
         for last in combinations_with_replacement(kinds, count - num_two_pass_blocks)
     ]
     for limit in np.linspace(
-        blocks.smallest_planned().nbytes, blocks.plan_choice(None).nbytes, 6
+        smallest_planned(blocks).nbytes, blocks.plan_choice(None).nbytes, 6
     ).astype(int)[1:]:
         chain = PlanSearch(REQUEST).chain(form)
         best_draft = chain.fastest_within(int(limit))
@@ -244,7 +252,7 @@ def test_a_search_keeps_no_graph_but_the_last_short_one():
     gc.collect()
     search, before = PlanSearch(REQUEST), graphs_alive()
     search.smallest_draft(SHAPE)
-    search.fastest_or_smallest(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    fastest_or_smallest(search, SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
     chains = {
         id(chain.block): chain for chain in search._block_chains.values() if chain.block.__dict__
     }
@@ -273,7 +281,7 @@ def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
 
 def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():
     search = PlanSearch(REQUEST)
-    search.fastest_or_smallest(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    fastest_or_smallest(search, SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
     for shape in (SHAPE, replace(SHAPE, chunk=16, num_two_pass_blocks=2)):
         search.chain(shape).plan_choice(None)
         search.chain(shape).block.measure(search.chain(shape).block.strategies)

@@ -17,8 +17,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from benchmarks.watched import private_nbytes_of
 from packtrain.common.events import Events
-from packtrain.common.memory import private_nbytes_of
 from packtrain.models.model_file import open_model
 from packtrain.serving import http_listener
 from packtrain.serving.http_app import app

@@ -55,7 +55,7 @@ import packtrain as pt
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.cli.main import main
-from packtrain.conversion.calibration.rounding_grid import codes_of, grid_of
+from packtrain.conversion.calibration.rounding_grid import grid_of, put_codes
 from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 
 random = np.random.default_rng(0)
@@ -65,7 +65,9 @@ values = dequantize(packed)
 np.testing.assert_array_equal(values, dequantize(quantize(x, q8_0)))
 grid = grid_of(packed)
 step, low = (np.repeat(part, 32, axis=1) for part in (grid.step, grid.low))
-np.testing.assert_array_equal(codes_of(packed) * step + low, values)
+new_codes, changed = random.integers(0, grid.num_levels, x.shape, np.uint8), packed.copy()
+put_codes(changed, new_codes)
+np.testing.assert_array_equal(dequantize(changed), new_codes * step + low)
 name = "blk.0.ffn_up.weight"
 write_gguf("m.gguf", {"general.architecture": MetadataValue("string", "llama")}, {name: x})
 assert main(["quantize", "m.gguf", "q.gguf", "toy"]) == 0

@@ -31,7 +31,8 @@ class EmbedOutputSettings(EmbedSettings):
 def run(settings: EmbedOutputSettings) -> int:
     """Print the embeddings. Raises InputError, DoesNotFit, and Interrupted on a signal."""
     result = embed(settings, TerminalEvents())
-    vectors = [_shortest_floats(row) for row in result.vectors]
+    # as short as f32 allows
+    vectors = [[float(str(value)) for value in row] for row in result.vectors]
     if settings.embd_output_format == "array":
         print("[" + ",\n".join(map(json.dumps, vectors)) + "]")
     else:
@@ -61,8 +62,3 @@ def _openai_response(
         unit_vectors = vectors_f64 / np.where(norms == 0, 1, norms)
         response["cosineSimilarity"] = np.round(unit_vectors @ unit_vectors.T, 6).tolist()
     return response
-
-
-def _shortest_floats(row: np.ndarray) -> list[float]:
-    """Convert f32 values to floats that print as short as f32 allows."""
-    return [float(str(value)) for value in row]

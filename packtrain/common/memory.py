@@ -1,6 +1,6 @@
 """Private memory: bytes that belong to one process and cannot be dropped and read again from a file.
 
-Measures this process, another process with its children, and the peak during a block. On Linux private memory is
+Measures this process, another process, and the peak during a block. On Linux private memory is
 RssAnon + RssShmem of /proc/<pid>/status, which the kernel keeps (walking smaps takes ten times as long), elsewhere
 psutil's USS. Files that are only mapped for reading, such as a GGUF's weights, do not count.
 """
@@ -38,36 +38,15 @@ def _read_status(pid: int) -> bytes:
 HAS_RSS_COUNTERS = RSS_LINE.search(_read_status(os.getpid())) is not None
 
 
-def _private_nbytes(pid: int) -> int:
+def private_nbytes(pid: int = 0) -> int:
+    """Return the private memory of a process, 0 after it has ended; by default of this process."""
+    pid = pid or os.getpid()
     if HAS_RSS_COUNTERS:
         return 1024 * sum(map(int, RSS_LINE.findall(_read_status(pid))))
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:
         return 0
-
-
-def private_nbytes() -> int:
-    """Return the private memory of this process, now."""
-    return _private_nbytes(os.getpid())
-
-
-def private_nbytes_of(pid: int) -> int:
-    """Return the private memory of a process and all its descendants; 0 after the process has ended.
-
-    A child between fork and exec still shares its parent's memory, which is not counted twice.
-    """
-    try:
-        root_process = psutil.Process(pid)
-        command, nbytes = root_process.cmdline(), _private_nbytes(pid)
-        descendants = root_process.children(recursive=True)
-    except psutil.Error:
-        return 0
-    for process in descendants:
-        with contextlib.suppress(psutil.Error):
-            is_counted = process.cmdline() != command
-            nbytes += _private_nbytes(process.pid) if is_counted else 0
-    return nbytes
 
 
 def release_memory() -> None:

@@ -65,11 +65,6 @@ class Generator:
         """The tokens in the cache, in order."""
         return self.context.tokens(self.seq)
 
-    @property
-    def num_free_cells(self) -> int:
-        """How many more tokens fit into the context."""
-        return self.size - self.context.next(self.seq)
-
     def truncate(self, since: int = 0) -> None:
         """Drop the cached tokens from position `since` on; the text continues from there."""
         self.context.remove(self.seq, since)

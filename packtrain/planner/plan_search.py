@@ -97,10 +97,6 @@ class PlanSearch(DraftEstimator):
 
     # ---- within a limit
 
-    def fastest_or_smallest(self, shape: StepShape, limit: int, fixed: bool = False) -> PlanDraft:
-        """Return the fastest draft of at most `limit` bytes; the smallest draft if none fits."""
-        return self.fastest_draft(shape, limit, fixed) or self.smallest_draft(shape, fixed)
-
     def fastest_draft(self, shape: StepShape, limit: int, fixed: bool) -> PlanDraft | None:
         """Return the fastest draft of at most `limit` bytes; None if none fits."""
         best_draft = self._requested_draft(shape, limit)

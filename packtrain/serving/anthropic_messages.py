@@ -168,7 +168,9 @@ class MessagesFormat(BlocksFormat):
         return [{"type": "message_start", "message": self._message((), counts)}]
 
     def block_start(self, kind: str, call: JsonObject) -> Iterator[JsonObject]:
-        content_block = block_of(kind, (call and emptied(call)) or "")
+        # a stream sends the arguments after the call
+        bare_call = call and call | {"function": call["function"] | {"arguments": ""}}
+        content_block = block_of(kind, bare_call or "")
         yield {
             "type": "content_block_start", "index": self._num_blocks, "content_block": content_block
         }  # fmt: skip
@@ -218,11 +220,6 @@ def arguments_object(text: str) -> Any:
         return json.loads(text or "{}")
     except ValueError:
         return {"arguments": text}
-
-
-def emptied(call: JsonObject) -> JsonObject:
-    """Return the call without its arguments, which a stream sends after it."""
-    return call | {"function": call["function"] | {"arguments": ""}}
 
 
 def stop_fields(finish_word: str, end: AnswerEnd) -> JsonObject:

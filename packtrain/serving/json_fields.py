@@ -120,10 +120,6 @@ class JsonBody:
         return tuple(text_list)
 
 
-def parse_stop_texts(body: JsonBody) -> tuple[str, ...]:
-    return tuple(text for text in body.get_texts("stop", MAX_STOP_TEXTS) if text)
-
-
 def parse_seed(body: JsonBody, default: int) -> int:
     """Return the seed of the samplers; -1 draws a new seed."""
     seed: int = body.number("seed", default, -MAX_SEED, MAX_SEED)

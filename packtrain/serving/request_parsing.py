@@ -31,7 +31,7 @@ def parse_job(
     if ignore_eos:
         eos_biases = (f"{id}-inf" for id in sorted(server.tokenizer.eog_ids))
         sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *eos_biases))
-    stop_texts = request_fields.parse_stop_texts(body)
+    stop_texts = (*filter(None, body.get_texts("stop", request_fields.MAX_STOP_TEXTS)),)
     kept_texts = *sampling.dry_sequence_breaker, *stop_texts
     ids = min(len(prompt_ids), server.engine.max_seq_tokens)  # longer ones are refused
     size = BIAS_NBYTES * len(sampling.logit_bias) + ID_NBYTES * ids + 4 * sum(map(len, kept_texts))

@@ -13,11 +13,7 @@ from packtrain.data.chat_template import ChatTemplate, answer_variables
 from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import (
-    GeneratedText,
-    GenerationSettings,
-    make_drafters,
-)
+from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafters
 from packtrain.workflows.tool_call_scores import ToolCallReader
 from packtrain.workflows.warmup import warm
 

@@ -80,20 +80,6 @@ def grid_of(rows: np.ndarray) -> RowGrid:
     return RowGrid(step, low, layout.group_size, layout.num_codes, layout.table)
 
 
-def codes_of(rows: np.ndarray) -> np.ndarray:
-    """Return the integers (codes) that rows of quantized blocks hold, one u8 for each value: (R, width)."""
-    dtype, layout, raw_bytes = _row_layout(rows)
-    if layout.num_codes > MIN_BYTE_LEVELS:
-        signed_codes = raw_bytes[..., layout.quads : layout.quads + dtype.block].view(np.int8)
-        return _flat_codes(signed_codes.astype(np.int16) - (layout.low or 0))
-    codes = np.zeros((*raw_bytes.shape[:2], dtype.block), np.uint8)
-    for bit_run, shift, num_bits in _bit_runs(dtype, layout, raw_bytes):
-        bit_shifts = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
-        run_codes = bit_run[..., None, :] >> bit_shifts & ((1 << num_bits) - 1)
-        codes |= run_codes.reshape(codes.shape) << shift
-    return _flat_codes(codes)
-
-
 def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
     """Write integers (codes), u8 (R, width), into the bit fields of rows of quantized blocks, in place."""
     dtype, layout, raw_bytes = _row_layout(rows)
@@ -113,10 +99,6 @@ def _row_layout(rows: np.ndarray) -> tuple[Dtype, CodeLayout, Bytes]:
     dtype = dtype_of(rows)
     assert dtype.layout is not None, f"codes of {dtype} are not known"
     return dtype, dtype.layout, rows.view(np.uint8).reshape(*rows.shape, dtype.block_nbytes)
-
-
-def _flat_codes(codes: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(codes, np.uint8).reshape(len(codes), -1)
 
 
 def _block_halves(raw: Bytes, offset: int) -> np.ndarray:

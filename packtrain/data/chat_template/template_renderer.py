@@ -28,13 +28,19 @@ MAX_REASON_LENGTH = 1000  # most characters of an error message for the parent
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text; it does not change the output."""
+    """`{% generation %} … {% endgeneration %}` encloses the assistant's text.
+
+    Variables of these names stand before and after the block, so that a caller can mark it; undefined, they are empty.
+    """
 
     tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks = (jinja2.nodes.Name(f"generation_{at}", "load") for at in ("start", "end"))
+        start, end = (jinja2.nodes.Output([mark]) for mark in marks)
+        return [start, *body, end]
 
 
 class TemplateRefusal(Exception):

@@ -1,15 +1,16 @@
 """Renders a conversation with a chat template, and finds the assistant's parts of the text.
 
-An assistant's turn begins where the prompt before it, rendered with a generation prompt, ends; the turn ends with the
-next end marker. This module knows no token ids; an error in the template is an InputError that names the record.
+If the template has generation blocks, a turn's parts are its blocks. Otherwise a turn begins where the prompt before
+it, rendered with a generation prompt, ends, and ends with the next end marker. This module knows no token ids; an
+error in the template is an InputError that names the record.
 """
 
 import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, Protocol
 
 from packtrain.common.errors import InputError
@@ -25,6 +26,9 @@ RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name":
 
 THOUGHTS = "reasoning_content", "thinking"  # the fields that templates read
 THINKING = {"enable_thinking": True}  # variable without which some templates ignore thoughts
+# variables that templates write before and after generation blocks
+BLOCK_MARKS = {"generation_start": "\x02generation\x03", "generation_end": "\x02endgeneration\x03"}
+BLOCK = re.compile("{generation_start}(.*?){generation_end}".format(**BLOCK_MARKS), re.DOTALL)
 THINK_TAG, THOUGHT_BLOCK = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 # notes with a count
@@ -39,6 +43,8 @@ UNSTABLE = "conversations rendered once per trained turn, because later turns ch
 CHANGED_NOTE = "turns whose content or reasoning the template changes"
 WEIGHTLESS = "turns of the assistant that the data keeps from being trained on"
 ENDLESS_NOTE = "turns without an end token, so that the model cannot learn to stop"
+BLOCKS_NOTE = "turns trained on as the template's generation blocks say"
+BLOCKLESS_NOTE = "turns not trained on, because the template has no generation block around them"
 
 
 class TemplateRenderer(Protocol):
@@ -58,6 +64,10 @@ class RenderedConversation:
     text: str
     spans: list[tuple[int, int]]
 
+    @property
+    def parts(self) -> list[str]:
+        return [self.text[start:end] for start, end in self.spans]
+
 
 class ConversationRenderer:
     """Renders conversations with one template.
@@ -74,7 +84,7 @@ class ConversationRenderer:
         self._end_pattern = re.compile(
             "|".join(map(re.escape, sorted(eog_texts, key=len, reverse=True))) or "(?!)"
         )
-        call_message = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        call_message: Message = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
         self._no_tools: list[Any] | None = None  # `tools` for no tools
         if not self._shows([SAID]) and self._shows([SAID], []):
             self._no_tools = []
@@ -88,17 +98,20 @@ class ConversationRenderer:
             self.takes_calls, call_message = True, _name_call_ids([call_message])[0]
         self.takes_results = self._shows([ASK, call_message if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
-        self._thought_field, self.marks = self._find_thoughts(call_message)
+        (call,) = call_message["tool_calls"]
+        named_call = {**call, "function": {**call["function"], "name": "a"}}
+        replies = (REPLY, {**call_message, "tool_calls": [named_call]})
+        marks = {"generation_start": PROBE}
+        self.has_blocks = any(self._shows([ASK, r], extra_variables=marks) for r in replies)
+        self._thought_field, self.marks = self._find_thoughts(replies)
         self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
-    def _find_thoughts(self, called: Message) -> tuple[str, tuple[str, str]]:
+    def _find_thoughts(self, replies: tuple[Message, Message]) -> tuple[str, tuple[str, str]]:
         """Return the field from which the template reads thoughts, and its texts before and after them; "" if none.
 
         Some templates render thoughts only before tool calls.
         """
-        (call,) = called["tool_calls"]
-        named = {**called, "tool_calls": [{**call, "function": {**call["function"], "name": "a"}}]}
-        for reply, name in product((REPLY, named), THOUGHTS):
+        for reply, name in product(replies, THOUGHTS):
             if not self._shows([ASK, {**reply, name: PROBE}]):
                 continue
             prefix, _, suffix = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
@@ -110,10 +123,10 @@ class ConversationRenderer:
             return name, (mark, closing + opening.removesuffix(mark)) if fits and mark else ("", "")
         return "", ("", "")
 
-    def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
+    def _shows(self, messages: list[Message], tools: Any = None, **options: Any) -> bool:
         """Whether the template renders the probe message, without dropping it or raising."""
         try:
-            return PROBE in self._text(messages, tools)
+            return PROBE in self._text(messages, tools, **options)
         except InputError:
             return False
 
@@ -132,12 +145,59 @@ class ConversationRenderer:
         thinks = bool(self._thought_field) and any(m.get(self._thought_field) for m in messages)
         options = {"extra_variables": THINKING} if thinks else {}
         turns = turns[-1 if self.last_only else 0 :]
+        if self.has_blocks:
+            answers = [i for i in answers if i <= turns[-1]]
+            return self._render_blocks(messages, answers, turns, tools, options)
         renderings = [self._turn(messages, i, tools, options) for i in turns]
         full_text = renderings[-1].text
         if all(full_text.startswith(r.text[: r.spans[0][1]]) for r in renderings):
             return [RenderedConversation(full_text, [span for r in renderings for span in r.spans])]
         self.notes[UNSTABLE] += 1
         return renderings
+
+    def _render_blocks(
+        self, messages: list[Message], answers: list[int], turns: list[int], tools: list[Any] | None,
+        options: dict[str, Any],
+    ) -> list[RenderedConversation]:  # fmt: skip
+        """Render one text or several, as `render`, with the spans of the trained turns' blocks."""
+        texts = {i: self._mark_blocks(messages[: i + 1], tools, options) for i in answers}
+        prompts = (self._mark_blocks(messages[:i], tools, options, True) for i in answers)
+        bounds = pairwise([*map(_first_block, prompts, texts.values()), None])
+        turn_blocks = {i: slice(*bound) for i, bound in zip(answers, bounds, strict=True)}
+        separate = [replace(texts[i], spans=texts[i].spans[turn_blocks[i].start :]) for i in turns]
+        for i, rendering in zip(turns, separate, strict=True):
+            self._count_notes(messages[i], rendering)
+        full = texts[turns[-1]]
+        full_spans = [full.spans[turn_blocks[i]] for i in turns]
+        stops = (max((b for a, b in spans if a < b), default=0) for spans in full_spans)
+        if all(full.text[:end] == r.text[:end] for r, end in zip(separate, stops, strict=True)):
+            return [RenderedConversation(full.text, [*chain(*full_spans)])]
+        self.notes[UNSTABLE] += 1
+        return separate
+
+    def _mark_blocks(
+        self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], begins: bool = False,
+    ) -> RenderedConversation:  # fmt: skip
+        """Render messages, with the spans of all generation blocks; `begins` as for `prompt`."""
+        marks = {"extra_variables": {**options.get("extra_variables", {}), **BLOCK_MARKS}}
+        parts = BLOCK.split(self._text(messages, tools, add_generation_prompt=begins, **marks))
+        text = self._text(messages, tools, add_generation_prompt=begins, **options)
+        if "".join(parts) != text:
+            fact = "the chat template has generation blocks in one another, or changes their text"
+            raise InputError(fact, "blocks must enclose what is written, after all filters")
+        offsets = [*accumulate(map(len, parts))]
+        return RenderedConversation(text, [*zip(offsets[::2], offsets[1::2], strict=False)])
+
+    def _count_notes(self, message: Message, turn: RenderedConversation) -> None:
+        """Count what is unexpected in a turn's generation blocks."""
+        reply = "".join(turn.parts)
+        thought = message.get(self._thought_field) or ""
+        is_changed = any(words.strip() not in reply for words in (message["content"], thought))
+        self.notes[BLOCKS_NOTE if reply else BLOCKLESS_NOTE] += 1
+        if reply and is_changed:
+            self.notes[CHANGED_NOTE] += 1
+        if reply and not self._end_pattern.search(reply):
+            self.notes[ENDLESS_NOTE] += 1
 
     def strip_end(self, reply: str) -> str:
         """Return a reply without the token that ends it."""
@@ -250,6 +310,18 @@ class ConversationRenderer:
             self.notes[RESULTS_NOTE] += 1
             return {"role": "user", "content": message["content"]}
         return message
+
+
+def _first_block(prompt: RenderedConversation, text: RenderedConversation) -> int:
+    """Return the index of an answer's first block: that after the blocks which its prompt has, too."""
+    pairs = enumerate(zip(prompt.parts, text.parts, strict=False))
+    num_parts = min(len(prompt.parts), len(text.parts))
+    first = next((k for k, (a, b) in pairs if a != b), num_parts)
+    # a prompt may have a block at its end that the answer's text does not have
+    if prompt.spans[first:] and not text.text.startswith(prompt.text[: prompt.spans[first][0]]):
+        fact = "the chat template changes generation blocks of earlier turns in later ones"
+        raise InputError(fact, "a turn's blocks cannot be told from those before it")
+    return first
 
 
 def common_suffix(a: str, b: str) -> str:

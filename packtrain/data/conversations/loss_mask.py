@@ -74,7 +74,7 @@ class LossMasker:
         for begin, end in spans:
             first_index = int(np.searchsorted(token_starts, begin))
             loss_mask[first_index : np.searchsorted(token_starts, end)] = 1
-            if first_index and raw[begin : token_ends[first_index - 1]].strip():
+            if first_index and raw[begin : min(end, token_ends[first_index - 1])].strip():
                 loss_mask[first_index - 1] = 1
         return MaskedSample(ids, weights.tolist())
 

@@ -70,10 +70,7 @@ class TokenTable:
     """
 
     def __init__(
-        self,
-        metadata: Mapping[str, Any],
-        requires_types: bool = False,
-        **defaults: int,
+        self, metadata: Mapping[str, Any], requires_types: bool = False, **defaults: int
     ) -> None:
         """requires_types: the file must have types, else all tokens are normal; defaults: ids of special tokens."""
         tokens = read_strings(metadata, "tokens")

@@ -11,8 +11,6 @@ from packtrain.models.cached_transformer import count_lines
 
 BEYOND = 1 << 31  # beyond every position
 SEQUENCES = 63  # most sequences: bits of a set
-# line -1 is the last line, which is empty
-PADDING_VALUES = {"tokens": 0, "pos": 0, "line": -1, "cell": -1, "ring": -1, "rows": -1}
 
 
 class CacheFull(RuntimeError):
@@ -101,12 +99,6 @@ class CellTable:
         for seq, added_cells in new_cells.items():
             self.sets[added_cells] |= bit(seq)
         self._ordered_cells |= new_orders
-
-    def take_cells(self, seq: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Take cells for the next `num_tokens` tokens of a sequence; returns cells and positions, i32 (num_tokens,)."""
-        cells = self.find_free_cells(np.full(num_tokens, seq))
-        self.append(cells, self.next(seq) + np.arange(num_tokens), [(seq,)] * num_tokens)
-        return cells, self.pos[cells]
 
     def release_cells(self, cells: np.ndarray) -> None:
         """Free cells of all sequences."""

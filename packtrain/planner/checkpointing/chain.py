@@ -265,12 +265,6 @@ class BlockChain:
             candidates.append(SmallestChoice(nbytes, solution.seconds, solution.choice))
         return min(candidates, key=lambda candidate: candidate.nbytes)
 
-    def smallest_planned(self) -> PlannedChoice:
-        """Build the smallest choice and the one that recomputes all blocks; return the smallest built choice."""
-        self.plan_choice(self.smallest_choice.choice)
-        self.plan_choice(uniform_choice(self.count, ()))
-        return min(self.planned_choices.values(), key=lambda c: (c.nbytes, c.seconds))
-
 
 @dataclass(frozen=True, slots=True)
 class SmallestChoice:

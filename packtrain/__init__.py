@@ -107,10 +107,7 @@ _LAZY_FOLDERS = {"backends": "packtrain.engine.backends", "ops": "packtrain.engi
 
 def _public_names() -> list[str]:
     """Return all public names in ruff's order, followed by the names of the ops."""
-    names = [
-        *_EAGER_EXPORTS,
-        *(name for lazy_names in _LAZY_EXPORTS.values() for name in lazy_names),
-    ]
+    names = [*_EAGER_EXPORTS, *(name for group in _LAZY_EXPORTS.values() for name in group)]
     names.sort(key=lambda name: (not name.isupper(), name))
     return [*names, *importlib.import_module("packtrain.engine.ops").__all__]
 

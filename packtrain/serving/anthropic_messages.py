@@ -72,10 +72,8 @@ def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObj
             thoughts.append(block.text("thinking"))
         elif kind == "tool_use" and role == "assistant":
             call_names[block.text("id")] = block.text("name")
-            function = {
-                "name": block.text("name"),
-                "arguments": json.dumps(block.get_object("input")),
-            }
+            arguments = json.dumps(block.get_object("input"))
+            function = {"name": block.text("name"), "arguments": arguments}
             calls.append({"id": block.text("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             results.append(_tool_message(block, call_names))
@@ -122,10 +120,8 @@ def tool_fields(body: JsonBody) -> JsonObject:
                 tool.fact("type", f"is {kind!r}; a tool here must have an input_schema")
             )
         function: JsonObject = {"name": tool.text("name"), "description": tool.text("description")}
-        function |= {
-            "parameters": tool.get_object("input_schema"),
-            "strict": tool.get_flag("strict"),
-        }
+        function["parameters"] = tool.get_object("input_schema")
+        function["strict"] = tool.get_flag("strict")
         tools.append({"type": "function", "function": function})
     if not body.has("tool_choice"):
         return {"tools": tools or None}

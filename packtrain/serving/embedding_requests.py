@@ -16,10 +16,8 @@ MAX_EMBEDDING_NUMBERS = 1 << 19  # most numbers in all embeddings of a request
 
 def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
     """Answer embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
-    encoding_format, width = (
-        body.text("encoding_format", "float"),
-        server.model.config.embedding_length,
-    )
+    encoding_format = body.text("encoding_format", "float")
+    width = server.model.config.embedding_length
     if encoding_format not in ("float", "base64"):
         raise InputError(f"encoding_format is {encoding_format!r}; it must be float or base64")
     dimensions = body.number("dimensions", width)

@@ -104,10 +104,8 @@ def error(code: int, message: str, error_type: str = "", **details: Any) -> dict
     """Return the JSON body of an error."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
     # "type" beside "error" is Anthropic's
-    return {
-        "type": "error",
-        "error": {"code": code, "message": message, "type": error_type} | details,
-    }
+    error = {"code": code, "message": message, "type": error_type} | details
+    return {"type": "error", "error": error}
 
 
 ERROR_TYPES = {

@@ -55,10 +55,8 @@ def prepare_dataset(
     if recipe.columns is None:  # as in runs from before the option existed
         del options["columns"]
     cache_key = sorted(options.items()), plain_metadata(values)
-    folder, splits = (
-        cache / checksum((FORMAT, *cache_key), sources),
-        splits_of(recipe.val_split, sources),
-    )
+    folder = cache / checksum((FORMAT, *cache_key), sources)
+    splits = splits_of(recipe.val_split, sources)
     file_names = [source.path.name for source in sources]
     vocab_size = len(file.metadata.get(f"{KEYS}tokens", ()))
     dataset = read_or_build(

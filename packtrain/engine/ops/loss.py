@@ -53,10 +53,8 @@ def _is_target_largest(logits, targets):
 
 
 def _logit_grads(p, targets, weights):
-    weights, columns = (
-        np.where(targets < 0, 0, weights)[..., None],
-        np.maximum(targets, 0)[..., None],
-    )
+    weights = np.where(targets < 0, 0, weights)[..., None]
+    columns = np.maximum(targets, 0)[..., None]
     d = p * weights
     np.put_along_axis(d, columns, np.take_along_axis(d, columns, -1) - weights, -1)
     return d

@@ -30,6 +30,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+if sys.platform == "win32":
+    raise SystemExit("benchmarks.arm64 needs Linux")
+
 SOURCE = Path(__file__).parent.parent
 STORIES = SOURCE.parent / "shared/data/models/stories260K/stories260K.gguf"
 SETS = {

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from packtrain.kernels.runtime import kernel_cache
 
+if sys.platform == "win32":
+    raise SystemExit("benchmarks.compile_modules needs Linux")
+
 NOTHING = "none"  # a child that compiles nothing
 
 

@@ -346,7 +346,7 @@ def test_what_llguidance_refuses_is_one_clear_line():
         with pytest.raises(InputError, match=f"{line}$"):
             Grammar.from_gbnf(TOKENIZER, text)
     for schema, line in (
-        ('{"items":' * 900 + "{}" + "}" * 900, "it is too large or too deep for llguidance"),
+        ('{"items":' * 400 + "{}" + "}" * 400, "it is too large or too deep for llguidance"),
         ('{"items":' * 5000 + "{}" + "}" * 5000, "JSON schema: it is nested too deep"),
         (f'{{"maximum": {"9" * 5000}}}', "JSON schema: a number has too many digits"),
         ('{"type": "string", "pattern": "("}', "regex parse error: unclosed group"),
@@ -445,6 +445,24 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"format":5}'],
     ),
     ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, ["[1,1]"], ["[2]"]),
+    (
+        {"properties": {"a": {"const": 1}, "ab": {}}, "additionalProperties": {"type": "null"}},
+        ['{"a":1}', '{"a":1,"ab":2,"b":null,"":null}', '{"abc":null,"b\\n":null}'],
+        [r'{"\u0061":null}', '{"a":null}', '{"b":1}', r'{"a\u0062":null}'],
+    ),
+    (
+        {"allOf": [{"properties": {"a": {"const": 1}}}, {"additionalProperties": {"type": "integer"}}]},
+        ['{"a":1,"b":2}'],
+        [r'{"\u0061":2}', '{"b":null}'],
+    ),
+    ({"type": "object", "patternProperties": {"^x": {"const": 1}}}, ['{"xy":1}', "{}"], ['{"xy":2}', r'{"\u0078":2}']),
+    ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)]),
+    ({"type": "integer", "maximum": 2**53 + 3, "minimum": 2**53}, [str(2**53 + 2)], [str(2**53 + 4)]),
+    ({"format": "date"}, ['"2024-02-29"', '"2000-02-29"'], ['"2023-02-29"', '"1900-02-29"', '"0000-01-01"']),
+    ({"format": "date-time"}, ['"2024-02-29T23:59:59Z"'], ['"2023-02-29T00:00:00Z"', '"2024-02-28T00:00:60Z"']),
+    ({"format": "time", "pattern": "^2"}, ['"23:59:59.5Z"'], ['"23:00:60Z"', '"03:00:00Z"']),
+    ({"format": "hostname"}, ['"a-b.example"'], ['"xn--X"', json.dumps(".".join(["a" * 60] * 5))]),
+    ({"pattern": r"^\S\\s[\s]$"}, [r'"a\\s "'], ['"\ufeff\\\\s "', '"a\\\\s\x85"', '"a  "']),
 ]  # fmt: skip
 
 
@@ -455,6 +473,22 @@ def test_schemas(number: int):
     grammar = Grammar.from_schema(TOKENIZER, json.dumps(schema))
     assert [t for t in accepted if not matches(grammar, t)] == []
     assert [t for t in rejected if matches(grammar, t)] == []
+
+
+OPEN_A = {**HAS_A, "additionalProperties": True}
+REFUSED_SCHEMAS: list[tuple[Any, str]] = [
+    ({"properties": {"n": {"minProperties": 2}}}, "n: minProperties of more than one name not required is"),
+    ({"patternProperties": {"^x": {}}, "additionalProperties": True}, "patternProperties: additionalProperties"),
+    ({"oneOf": [OPEN_A, HAS_B]}, "oneOf: an answer may fit several of its parts"),
+    ({"properties": {"n": {"const": 2**53 + 1}}}, "n: const: a number has too many digits"),
+    ({"enum": [[2**70]]}, "enum: a number has too many digits"),
+    ({"pattern": "^[a[b]]$"}, "pattern is not supported"),
+    ({"pattern": "^[^a&&b]$"}, "pattern is not supported"),
+    ({"patternProperties": {"(?=x)": {}}}, "patternProperties is not supported"),
+    ({"properties": {"a": {"properties": {"b": {"type": "hiccup"}}}, "c": {}}}, "a.b: type: Invalid type"),
+    ({"properties": {"a": {"$ref": "http://localhost/x"}}, "$defs": {"x": {}}}, "a: $ref: Resource 'http://localhost/x'"),
+    ({"type": "object", "properties": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}}}, "a: oneOf"),
+]  # fmt: skip
 
 
 @needed
@@ -468,7 +502,7 @@ def test_schemas_that_are_refused():
         {"$ref": "#/nowhere"},
         {"type": "integer", "minimum": 5, "maximum": 4},
     ):
-        with pytest.raises(InputError, match=r"grammar: it cannot be used: [^a]"):
+        with pytest.raises(InputError, match=r"JSON schema: (type|\$ref|minimum): "):
             Grammar.from_schema(TOKENIZER, json.dumps(wrong))
     branches = [{"properties": {"b": {"enum": [1]}}}, {"properties": {"c": {"enum": [1]}}}]
     with pytest.raises(InputError, match="unevaluatedProperties: beside parts of anyOf or oneOf"):
@@ -480,6 +514,9 @@ def test_schemas_that_are_refused():
         for value in (5, "x", [5], {"a": 5}, [[]], None):
             with contextlib.suppress(InputError):  # which is all that may come
                 Grammar.from_schema(TOKENIZER, json.dumps(HAS_A | {key: value}))
+    for schema, fact in REFUSED_SCHEMAS:
+        with pytest.raises(InputError, match=f"^JSON schema: {re.escape(fact)}"):
+            Grammar.from_schema(TOKENIZER, json.dumps(schema))
     optional = {"properties": {"b": {"enum": [1]}}}
     for second_schema in ({"required": ["a"], **optional}, {"type": "object", "required": ["c"]}):
         with pytest.raises(InputError, match="oneOf: an answer may fit several of its parts"):

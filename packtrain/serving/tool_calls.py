@@ -90,9 +90,12 @@ class RequestTools:
         try:
             return self._grammar(tokenizer, chosen, otherwise if is_free else "")
         except (InputError, AttributeError, TypeError) as error:
-            schema_faults = (_fault(tokenizer, f["parameters"], f["name"]) for f in chosen)
-            if schema_fault := next(filter(None, schema_faults), ""):
-                raise InputError(f"tools: {schema_fault}") from None
+            for function in chosen:
+                try:
+                    schema_text = json.dumps(function["parameters"] or {"type": "object"})
+                    Grammar.from_schema(tokenizer, schema_text)
+                except InputError as fault:
+                    raise InputError(f"tools: {function['name']}: {fault}") from None
             if isinstance(error, InputError):
                 raise
             raise InputError(
@@ -229,20 +232,6 @@ def _allowed_functions(choice: Any, functions: tuple[Call, ...]) -> tuple[str, t
 
 def _named(choice: Any, field_path: str) -> str:
     return JsonBody(JsonBody(choice, field_path).get("function") or choice, field_path).text("name")
-
-
-def _fault(tokenizer: Tokenizer, schema: Any, at: str) -> str:
-    """Return what is wrong with a schema or one of its properties; "" if nothing is."""
-    try:
-        Grammar.from_schema(tokenizer, json.dumps(schema or {"type": "object"}))
-        return ""
-    except InputError as error:
-        fact = f"{at}: {error}"
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    parts = properties.items() if isinstance(properties, dict) else ()
-    shared = _definitions(schema) if parts else {}
-    faults = (_fault(tokenizer, x | shared, f"{at}.{k}") for k, x in parts if isinstance(x, dict))
-    return next(filter(None, faults), fact)
 
 
 def with_tools_prompt(conversation: Conversation, style: ToolCallStyle) -> Conversation:

@@ -10,7 +10,7 @@ from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
-from packtrain.inference.grammar.schema import schema_to_lark
+from packtrain.inference.grammar.schema import locate_fault, parse_schema, schema_to_lark
 from packtrain.inference.grammar.vocabulary_table import (
     DEAD_END,
     DIGITS,
@@ -37,10 +37,8 @@ class Grammar:
         """source: text in llguidance's notation; words, tokens: triggers. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
-        self._matcher, self._has_json = (
-            grammar_matcher(self._token_table, source),
-            "%json" in source,
-        )
+        self._matcher = grammar_matcher(self._token_table, source)
+        self._has_json = "%json" in source
         self._check_matcher("it cannot be used")
         can_begin = self._token_mask().any()
         self._check_matcher("it cannot be used")
@@ -64,8 +62,16 @@ class Grammar:
 
     @classmethod
     def from_schema(cls, tokenizer: Tokenizer, schema_text: str) -> "Grammar":
-        """Create the grammar of a JSON schema's documents. Raises InputError."""
-        return cls(tokenizer, schema_to_lark(schema_text))
+        """Create the grammar of a JSON schema's documents. Raises InputError, which names property and keyword."""
+        schema = parse_schema(schema_text)
+
+        def build(part: Any) -> Grammar:
+            return cls(tokenizer, schema_to_lark(part))
+
+        try:
+            return build(schema)
+        except InputError as error:
+            raise InputError(locate_fault(schema, str(error), build)) from None
 
     def copy(self) -> "Grammar":
         """Return an independent grammar in the same state."""

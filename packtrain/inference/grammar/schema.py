@@ -4,7 +4,7 @@ named, unless the schema allows them, and as much white space."""
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import chain, permutations
 from typing import Any
@@ -19,6 +19,7 @@ WHITE = r"( |\n{1,2}[ \t]{0,20})?"
 NAMED_SCHEMAS = "properties", "$defs", "definitions", "patternProperties"  # keys in them are names
 COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"}
+OPENING_KEYWORDS = OBJECTS - {"properties"}
 ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples"}
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # fmt: skip
 UNEVALUATED = "unevaluatedProperties"
@@ -29,23 +30,58 @@ UNSUPPORTED_KEYWORDS = {
 }  # fmt: skip
 # numbers whose multiples would have any number of digits; a double holds no larger one of 16 digits
 INTEGER_BOUNDS = {"minimum": -9_999_999_999_999_998, "maximum": 9_999_999_999_999_998}
+MAX_FAULT_LEVELS, MAX_FAULT_KEYS = 16, 64  # that are searched for the keyword of a fault
+CONTEXT_KEYWORDS = {"type", "$schema", "$id", "$defs", "definitions"}
+FAULT_PREFIX = r"^(JSON schema|grammar: it cannot be used(: failed to compile JSON schema)?): "
 MAX_MULTIPLE = 1000  # without its point; llguidance's automaton has as many states for each digit
-LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")  # parts of patterns that no automaton reads
+BOUND_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+# patterns without lookaround, \b and references, which no automaton reads, and sets, which ECMA-262 reads otherwise
+READABLE_PATTERN = re.compile(
+    r"([^\\[(]|\\[^bBk1-9]|\((?!\?<?[=!])|\[(?!\^?\])(\\.|(?!&&|--|~~)[^\]\[\\])*\])*", re.S
+)
+SPACES = {r"\s": r"[\s&&[^\x85]]", r"\S": r"[^\s\x1c-\x1f\ufeff]"}
+LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+DATE = rf"^({LEAP_YEAR}-02-29|(\d{{3}}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)-((0[^2]|1.)-|02-([01]|2[^9])))"
+FORMAT_LIMITS: dict[Any, dict[str, Any]] = {  # what llguidance's formats lack: calendar and length
+    "date": {"pattern": DATE},
+    "date-time": {"allOf": [{"pattern": DATE}, {"pattern": r":\d\d:[0-5]"}]},
+    "time": {"pattern": r"^\d\d:\d\d:[0-5]"},
+    "hostname": {"pattern": r"^[^-]*(-[^-]+)*$", "maxLength": 253},
+}
 
 
-def schema_to_lark(text: str) -> str:
+def schema_to_lark(schema: Any) -> str:
     """Convert a JSON schema to the grammar of its documents, for llguidance. Raises InputError."""
-    schema, unsupported = parse_schema(text), list[str]()
-    loosened(schema, unsupported)
-    if unsupported:
-        raise InputError(
-            f"JSON schema: {unsupported[0]} is not supported: no grammar can hold to it"
-        )
     return f"{LARK_HEADER}start: %json {guidance_schema(schema)}\n"
 
 
+def locate_fault(schema: Any, fault: str, build: Callable[[Any], object]) -> str:
+    """Return the property and keyword of a schema that `build` refuses, and why; leaves little else of the schema.
+
+    Takes keyword after keyword away, until the others can be used; so again in what was taken away last.
+    """
+    node, is_names, names, keyword = schema, False, list[str](), ""
+    for _ in range(MAX_FAULT_LEVELS):
+        keys = sorted(node, key=CONTEXT_KEYWORDS.__contains__) if isinstance(node, dict) else []
+        for key in keys[:MAX_FAULT_KEYS]:
+            part = node.pop(key)
+            node |= {key: {}} if is_names else {}
+            try:
+                build(schema)
+                break
+            except InputError as error:
+                fault = str(error)
+        else:
+            break
+        node[key] = part
+        names, keyword = ([*names, key], "") if is_names else (names, key)
+        node, is_names = part, key in NAMED_SCHEMAS and not is_names
+    fact = re.sub(FAULT_PREFIX, "", fault).removeprefix(f"{keyword}: ")
+    return ": ".join(filter(None, ("JSON schema", ".".join(names), keyword, fact)))
+
+
 def parse_schema(text: str) -> Any:
-    """Parse a JSON schema, which must be an object. Raises InputError."""
+    """Parse a JSON schema, an object with keywords that a grammar can enforce. Raises InputError."""
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -57,6 +93,11 @@ def parse_schema(text: str) -> Any:
         raise InputError("JSON schema: a number has too many digits") from None
     if not isinstance(schema, dict):
         raise InputError("JSON schema: it must be an object, like {}")
+    loosened(schema, unsupported := list[str]())
+    if unsupported:
+        raise InputError(
+            f"JSON schema: {unsupported[0]} is not supported", "no grammar can hold to it"
+        )
     return schema
 
 
@@ -68,7 +109,7 @@ def guidance_schema(schema: Any) -> str:
         return json.dumps(closed_schema | {"$defs": closer.parts})
     except RecursionError:
         raise InputError("JSON schema: it is nested too deep") from None
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, OverflowError) as error:
         raise InputError(f"JSON schema: a keyword has a value of another type: {error}") from None
 
 
@@ -103,22 +144,62 @@ def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
         return schema
     loose_schema = dict[str, Any]()
     for key, part in schema.items():
-        if key in NAMED_SCHEMAS and isinstance(part, dict):
+        patterns = part if key == "patternProperties" and isinstance(part, dict) else ()
+        if not all(map(READABLE_PATTERN.fullmatch, patterns)):
+            unsupported.append(f"{at}: {key}".removeprefix(": "))
+        elif key in NAMED_SCHEMAS and isinstance(part, dict):
             subschemas = {k: {} if x is True else x for k, x in part.items()}
             loose_schema[key] = {
                 k: loosened(x, unsupported, f"{at}.{k}".strip(".")) for k, x in subschemas.items()
             }
         elif (
             key in UNSUPPORTED_KEYWORDS
-            or (key == "pattern" and LOOKAROUND.search(str(part)))
+            or (key == "pattern" and not READABLE_PATTERN.fullmatch(str(part)))
             or (key == "multipleOf" and _has_large_digits(part))
+            or (key == "minProperties" and _can_repeat_names(part, schema.get("required", ())))
         ):
-            fact = f"{key} of more than {MAX_MULTIPLE:,}" if key == "multipleOf" else key
+            limits = {"multipleOf": f"{MAX_MULTIPLE:,}", "minProperties": "one name not required"}
+            fact = f"{key} of more than {limits[key]}" if key in limits else key
             if (key, part) not in NOOP_KEYWORDS:
-                unsupported.append(f"{at}: {fact}" if at else fact)
+                unsupported.append(f"{at}: {fact}".removeprefix(": "))
         else:
             loose_schema[key] = part if key in LITERAL_KEYWORDS else loosened(part, unsupported, at)
     return loose_schema
+
+
+def _can_repeat_names(min_count: Any, names: Any) -> bool:
+    """Return whether an object may have too few properties because a name comes twice."""
+    num_names = len({*map(str, names)}) if isinstance(names, list) else 0
+    return isinstance(min_count, int | float) and min_count > num_names + 1
+
+
+def automaton_pattern(pattern: str) -> str:
+    """Return ECMA-262's pattern as llguidance reads it: white space differs."""
+    return re.sub(r"\\.", lambda escape: SPACES.get(escape[0], escape[0]), pattern)
+
+
+def other_names(names: set[str]) -> str:
+    """Return the pattern of all names but these: llguidance would also take these with escapes in them."""
+    first_chars = {name[0]: f"\\x{{{ord(name[0]):x}}}" for name in sorted(names) if name}
+    choices = [
+        f"{char_code}({other_names({name[1:] for name in names if name[:1] == char})})"
+        for char, char_code in first_chars.items()
+    ]
+    choices.append(f"[^{''.join(first_chars.values())}](?s:.*)" if first_chars else "(?s:.+)")
+    return "|".join([*choices, *(() if "" in names else ("",))])
+
+
+def _exact_bound(key: str, bound: Any) -> Any:
+    """Return a bound that a double holds: llguidance would round it, perhaps outwards."""
+    if not isinstance(bound, int) or float(bound) == bound:
+        return bound
+    return int(math.nextafter(float(bound), math.inf if "inimum" in key else -math.inf))
+
+
+def _written_integer(digits: str) -> int:
+    """Return the integer that llguidance writes, which reads doubles."""
+    value = float(digits)
+    return int(value if abs(value) < 2**63 else Decimal(repr(value)))
 
 
 def _has_large_digits(value: Any) -> bool:
@@ -143,6 +224,8 @@ class _SchemaCloser:
         """
         if not isinstance(schema, dict):
             return schema
+        if limit := FORMAT_LIMITS.get(schema.get("format")):
+            schema = schema | {"allOf": [*schema.get("allOf", ()), limit]}
         keys: Any = schema.keys() & COMBINING_KEYWORDS
         closed_schema = dict[str, Any](INTEGER_BOUNDS if "multipleOf" in schema else ())
         has_one_branch = len(keys) == 1 and ("allOf" not in keys or len(schema["allOf"]) == 1)
@@ -150,37 +233,43 @@ class _SchemaCloser:
         if "oneOf" in keys and is_separate:
             self._check_distinct(schema["oneOf"])
         for key, part in schema.items():
-            if key in ANNOTATIONS or (key, part) in NOOP_KEYWORDS:
-                continue
-            if key in NAMED_SCHEMAS and isinstance(part, dict):
-                closed_schema[key] = {name: self.closed(x) for name, x in part.items()}
-            elif key == "$ref":
-                closed_schema[key] = self._definition_reference(part, not is_separate)
-            elif key in COMBINING_KEYWORDS and isinstance(part, list):
-                closed_schema[key] = [self.closed(subschema, not is_separate) for subschema in part]
-            elif key in LITERAL_KEYWORDS or key == "format":
-                closed_schema |= {} if key == "format" and part not in FORMATS else {key: part}
-            else:
-                is_list = isinstance(part, list)
-                closed_schema[key] = (
-                    [self.closed(subschema) for subschema in part] if is_list else self.closed(part)
-                )
+            is_ignored = key in ANNOTATIONS or (key, part) in NOOP_KEYWORDS
+            if not is_ignored and (key != "format" or part in FORMATS):
+                closed_schema[key] = self._closed_value(key, part, not is_separate)
         is_part = is_merged and schema.get("unevaluatedProperties") is not False
         end = {} if is_separate or is_part else self._end([*self._all_parts(schema, set())])
-        if not end or keys:
+        if not end or keys or "additionalProperties" in schema:
             return {"allOf": [closed_schema, end]} if end else closed_schema
-        return (
-            end
-            | closed_schema
-            | {"properties": end["properties"] | closed_schema.get("properties", {})}
-        )
+        properties = end["properties"] | closed_schema.get("properties", {})
+        return end | closed_schema | {"properties": properties}
+
+    def _closed_value(self, key: str, part: Any, is_merged: bool) -> Any:
+        """Return the value of a keyword in a closed schema."""
+        if key in NAMED_SCHEMAS and isinstance(part, dict):
+            key_of = automaton_pattern if key == "patternProperties" else str
+            return {key_of(name): self.closed(subschema) for name, subschema in part.items()}
+        if key == "$ref":
+            return self._definition_reference(part, is_merged)
+        if key in LITERAL_KEYWORDS:
+            if json.loads(json.dumps(part), parse_int=_written_integer) != part:
+                raise InputError(f"JSON schema: {key}: a number has too many digits")
+            return part
+        if key == "pattern" and isinstance(part, str):
+            return automaton_pattern(part)
+        if key in BOUND_KEYWORDS:
+            return _exact_bound(key, part)
+        if isinstance(part, list):
+            is_part = is_merged and key in COMBINING_KEYWORDS
+            return [self.closed(subschema, is_part) for subschema in part]
+        return self.closed(part)
 
     def _end(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the schema that closes an object with all its parts; {} where a part says what else may come."""
-        named = any("properties" in p or p.get("unevaluatedProperties") is False for p in parts)
-        if not named or any(
-            "additionalProperties" in p or p.get("unevaluatedProperties") for p in parts
-        ):
+        """Return the schema that closes an object with all its parts, but for other names if a part allows them."""
+        additional = [p["additionalProperties"] for p in parts if "additionalProperties" in p]
+        is_open = additional or any(p.get("unevaluatedProperties") for p in parts)
+        closing_keywords = {"properties", "patternProperties", *(() if is_open else (UNEVALUATED,))}
+        is_shut = bool(additional) and all(x is False for x in additional)
+        if is_shut or not any(p.keys() & closing_keywords for p in parts):
             return {}
         is_explicit = any(p.get("unevaluatedProperties") is False for p in parts)
         for p in parts if is_explicit else ():
@@ -191,7 +280,11 @@ class _SchemaCloser:
                 raise InputError(message, "write additionalProperties: false in each part")
         required_names = (name for p in parts if not is_explicit for name in p.get("required", ()))
         names = [*(name for p in parts for name in p.get("properties", ())), *required_names]
-        patterns = [name for p in parts for name in p.get("patternProperties", ())]
+        patterns = [automaton_pattern(x) for p in parts for x in p.get("patternProperties", ())]
+        if is_open and patterns:
+            message = "JSON schema: additionalProperties: beside patternProperties"
+            raise InputError(message, "a name with escapes would pass by the patterns")
+        patterns += [f"^({other_names({*names})})$"] if is_open else []
         keys_by_keyword = {"properties": names, "patternProperties": patterns}
         return {k: {name: {} for name in x} for k, x in keys_by_keyword.items()} | {
             "additionalProperties": False
@@ -220,12 +313,9 @@ class _SchemaCloser:
         target = self._root if isinstance(ref, str) and re.match(r"#(/|$)", ref) else None
         for pointer_step in map(unquote, str(ref).split("/")[1:]):
             key = pointer_step.replace("~1", "/").replace("~0", "~")
-            children = (
-                {str(i): element for i, element in enumerate(target)}
-                if isinstance(target, list)
-                else target
-            )
-            target = children.get(key) if isinstance(children, dict) else None
+            if isinstance(target, list):
+                target = {str(i): element for i, element in enumerate(target)}
+            target = target.get(key) if isinstance(target, dict) else None
         return target
 
     def _check_distinct(self, branches: Any) -> None:
@@ -243,7 +333,8 @@ class _SchemaCloser:
                 for n in required_names & properties.keys() & other_properties.keys()
             ]
             is_distinct = any(a and b and a.isdisjoint(b) for a, b in shared_values)
-            is_distinct |= bool(properties) and not required_names <= properties.keys()
+            is_closed = all(p.get(k, False) is False for p in branch for k in OPENING_KEYWORDS)
+            is_distinct |= is_closed and bool(properties) and not required_names <= {*properties}
             is_distinct |= any("object" not in p.get("type", "object") for p in branch)
             if (
                 other_properties

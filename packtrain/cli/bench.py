@@ -49,11 +49,9 @@ class BenchSettings:
         ("15m", "110m"), "model whose steps are measured; may be repeated", choices=tuple(PRESETS)
     )
     memory: str | None = option(
-        None,
-        "private memory that our side of whole steps is planned for, such as 2GiB",
-        metavar="SIZE",
+        None, "private memory that our side of whole steps is planned for, such as 2GiB", metavar="SIZE",
         requires={"measures_steps": "{flag} is for whole steps: add --part steps, or leave it out"},
-    )
+    )  # fmt: skip
     rounds: int = option(7, "rounds of each measurement, whose median counts", min_value=1)
     short: bool = option(False, "measure a few things, in less than a minute")
     json: Path | None = option(None, "write the figures as JSON to this file")

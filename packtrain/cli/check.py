@@ -29,10 +29,9 @@ class CheckSettings:
     seed: int = option(0, "for the values of inputs", min_value=0)
     json: Path | None = option(None, "write the figures as JSON to this file")
     markdown: Path | None = option(
-        None,
-        "write a page about all ops to this file",
+        None, "write a page about all ops to this file",
         conflicts={"ops": "{flag} writes a page about all ops; give no names"},
-    )
+    )  # fmt: skip
 
 
 def run(settings: CheckSettings) -> int:

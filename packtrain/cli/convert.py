@@ -30,17 +30,14 @@ class ConvertSettings:
         None, "GGUF file to write (default: FOLDER.gguf)", flags="-o", conflicts="peft"
     )
     type: str = option(
-        AUTO,
-        "element type of the matrices; auto: the checkpoint's",
-        choices=(AUTO, *TYPES),
+        AUTO, "element type of the matrices; auto: the checkpoint's", choices=(AUTO, *TYPES),
         conflicts={"base": ": adapters are f32"},
-    )
+    )  # fmt: skip
     base: Path | None = option(None, "convert an adapter of this model, a GGUF file")
     peft: Path | None = option(
-        None,
-        "with --base: convert the adapter, a GGUF file, to this PEFT folder",
+        None, "with --base: convert the adapter, a GGUF file, to this PEFT folder",
         requires={"base": "{flag}: --base must be given, too: the model that the adapter is for"},
-    )
+    )  # fmt: skip
     overwrite: bool = option(False, "replace the output if it exists", conflicts="peft")
 
 

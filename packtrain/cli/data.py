@@ -40,10 +40,9 @@ class DataSettings:
         None, f"tokens of a sample; the model's context, at most {CONTEXT}", flags="-c", min_value=1
     )
     truncate: str = option(
-        conversations.TRUNCATE_CHOICES[0],
-        "longer conversations: cut their end, drop or split them",
+        conversations.TRUNCATE_CHOICES[0], "longer conversations: cut their end, drop or split them",
         choices=conversations.TRUNCATE_CHOICES,
-    )
+    )  # fmt: skip
     mask_prompt: bool = option(True, "train on the assistant's words only, not the prompt")
     train_on: str = option(
         "all", "which of the assistant's turns to train on", choices=("all", "last"), conflicts=ALL_TURNS,

@@ -22,10 +22,9 @@ class EmbedOutputSettings(EmbedSettings):
     COMMON = "prompt file pooling embd_normalize embd_output_format ctx lora"
 
     embd_output_format: str = option(
-        "array",
-        "array: a list of arrays; json: as OpenAI's API; json+: the same with the cosine of each two",
+        "array", "array: a list of arrays; json: as OpenAI's API; json+: the same with the cosine of each two",
         choices=OUTPUT_FORMATS,
-    )
+    )  # fmt: skip
 
 
 def run(settings: EmbedOutputSettings) -> int:

@@ -37,11 +37,9 @@ class PlanOutputs:
     trace: Path | None = OUTPUT(None, "write a trace for ui.perfetto.dev")
     map: bool = OUTPUT(False, "draw the arena in the terminal")
     ranks: int = OUTPUT(
-        0,
-        "plan for one of N processes, each on a machine like this one; 0: as many as --nproc",
-        min_value=0,
+        0, "plan for one of N processes, each on a machine like this one; 0: as many as --nproc", min_value=0,
         max_value=1024,
-    )
+    )  # fmt: skip
     link: str = OUTPUT("10Gbit", "the rate at which each of them can send", metavar="RATE")
 
 

@@ -103,11 +103,9 @@ def build_folder(
 
 
 def serve_request(
-    recipe_type: Callable[..., Recipe],
-    write_folder: Callable[[Recipe, Path, ReportProgress, int | None], None],
-    reading_position: Mapping[str, str],
-    child_share: Callable[[int], int] = lambda room: 0,
-) -> None:
+    recipe_type: Callable[..., Recipe], write_folder: Callable[[Recipe, Path, ReportProgress, int | None], None],
+    reading_position: Mapping[str, str], child_share: Callable[[int], int] = lambda room: 0,
+) -> None:  # fmt: skip
     """Run as the child: call `write_folder(recipe, folder, report, budget)` for the request on stdin.
 
     reading_position  `place` is the file and row that were read last

@@ -78,11 +78,9 @@ def _as_deferred(name: str, tensor: np.ndarray | DeferredTensor) -> DeferredTens
 
 
 def _write_file(
-    file: BinaryIO,
-    metadata: Mapping[str, MetadataValue],
-    tensors: Mapping[str, DeferredTensor],
+    file: BinaryIO, metadata: Mapping[str, MetadataValue], tensors: Mapping[str, DeferredTensor],
     max_pending_nbytes: int,
-) -> None:
+) -> None:  # fmt: skip
     alignment = gguf_format.alignment_of(metadata)
     file.write(MAGIC + struct.pack("<IQQ", gguf_format.VERSIONS[-1], len(tensors), len(metadata)))
     for key, value in metadata.items():

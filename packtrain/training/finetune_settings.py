@@ -43,21 +43,16 @@ class TuneSettings(RunSettings):
         "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
     )
     ctx: int | None = DATA(
-        None,
-        "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
-        flags="-c --max-seq-length",
-        min_value=2,
-        max_value=MAX_CONTEXT,
-    )
+        None, "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
+        flags="-c --max-seq-length", min_value=2, max_value=MAX_CONTEXT,
+    )  # fmt: skip
     adapter: Path | None = OUTPUT(
         None, "write a copy of the LoRA adapter to this GGUF file", conflicts=FULL | UNMERGED
     )
     type: str | None = OUTPUT(
-        None,
-        "element type of the changed matrices (default: as in the base)",
-        choices=OUTPUT_TYPES,
+        None, "element type of the changed matrices (default: as in the base)", choices=OUTPUT_TYPES,
         conflicts=UNMERGED | AWARE,
-    )
+    )  # fmt: skip
 
     merge: str = OUTPUT(
         "calibrated",
@@ -67,47 +62,34 @@ class TuneSettings(RunSettings):
         conflicts=FULL | {"aware merge=plain": "which merges as it trains"},
     )
     tensor_type: tuple[str, ...] = OUTPUT(
-        (),
-        "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable",
-        metavar="NAME=TYPE",
+        (), "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable", metavar="NAME=TYPE",
         conflicts=FULL | UNMERGED | AWARE,
-    )
+    )  # fmt: skip
 
     check_answers: int = OUTPUT(
-        3,
-        "after the run, base and tuned model answer so many held-out questions, side by side; 0: none",
-        min_value=0,
-        max_value=100,
-    )
+        3, "after the run, base and tuned model answer so many held-out questions, side by side; 0: none",
+        min_value=0, max_value=100,
+    )  # fmt: skip
 
     full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
     masters: str = TRAINING(
-        "f32",
-        "with --full: element type of the weights in training; bf16 needs half the bytes",
-        choices=("f32", "bf16"),
-        requires="full",
-    )
+        "f32", "with --full: element type of the weights in training; bf16 needs half the bytes",
+        choices=("f32", "bf16"), requires="full",
+    )  # fmt: skip
     lora_rank: tuple[str, ...] = LORA(
         ("16",), "rank, or NAME=RANK for the matrices of this name; repeatable", metavar="RANK"
     )
     lora_alpha: float | None = LORA(
-        None,
-        "scale: the adapter's output counts alpha / rank (default: twice --lora-rank; 32 with --rslora)",
+        None, "scale: the adapter's output counts alpha / rank (default: twice --lora-rank; 32 with --rslora)",
         min_value=0.001,
-    )
+    )  # fmt: skip
     rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
     lora_modules: str = LORA(
-        "all",
-        "matrices that get a LoRA adapter: all, attn, mlp, or names such as attn_q,attn_v",
-        metavar="NAMES",
-    )
+        "all", "matrices that get a LoRA adapter: all, attn, mlp, or names such as attn_q,attn_v", metavar="NAMES",
+    )  # fmt: skip
     lora_dropout: float = LORA(
-        0.0,
-        "dropout probability of the adapter's input",
-        min_value=0,
-        max_value=0.9,
-        conflicts=FULL | AWARE,
-    )
+        0.0, "dropout probability of the adapter's input", min_value=0, max_value=0.9, conflicts=FULL | AWARE,
+    )  # fmt: skip
     aware: bool = LORA(
         False,
         "compute with matrices as they will be stored with their adapter, rounded with the base's scales; the merge"
@@ -115,11 +97,8 @@ class TuneSettings(RunSettings):
     )
     num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", min_value=-1)
     freeze: tuple[str, ...] = TRAINING(
-        (),
-        "with --full: tensors to freeze, such as 'token_embd*'; repeatable",
-        metavar="PATTERN",
-        requires="full",
-    )
+        (), "with --full: tensors to freeze, such as 'token_embd*'; repeatable", metavar="PATTERN", requires="full",
+    )  # fmt: skip
 
     loss: str = TRAINING(
         NEXT_TOKEN,
@@ -133,10 +112,8 @@ class TuneSettings(RunSettings):
         min_value=1e-6,
     )
     gamma: float | None = TRAINING(
-        None,
-        "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)",
-        min_value=0,
-    )
+        None, "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)", min_value=0,
+    )  # fmt: skip
     sft_weight: float | None = TRAINING(
         None,
         "losses of pairs: how much the chosen answer's own likelihood, the mean of its tokens, counts beside the"
@@ -144,11 +121,8 @@ class TuneSettings(RunSettings):
         min_value=0,
     )
     label_smoothing: float = TRAINING(
-        0.0,
-        "losses of pairs: the share of pairs expected to be the wrong way round",
-        min_value=0,
-        max_value=0.5,
-    )
+        0.0, "losses of pairs: the share of pairs expected to be the wrong way round", min_value=0, max_value=0.5,
+    )  # fmt: skip
     length_normalized: bool = TRAINING(
         False, "dpo: mean log-probabilities of an answer's tokens, not their sum"
     )
@@ -161,11 +135,8 @@ class TuneSettings(RunSettings):
         requires={"loss=next-token": "with a loss of pairs"},
     )
     distill_weight: float = DISTILLING(
-        0.5,
-        "with --teacher: its share of the loss; the rest is the data's",
-        min_value=1e-6,
-        max_value=1,
-    )
+        0.5, "with --teacher: its share of the loss; the rest is the data's", min_value=1e-6, max_value=1,
+    )  # fmt: skip
     distill_temperature: float = DISTILLING(
         1.0,
         "with --teacher: what both models' logits are divided by; other than 1, logits are computed twice unless"
@@ -185,20 +156,14 @@ class TuneSettings(RunSettings):
         max_value=100_000,
     )
     replay_weight: float = TRAINING(
-        3.0,
-        "how much these texts count, where the data counts 1",
-        min_value=1e-6,
-        max_value=1e6,
+        3.0, "how much these texts count, where the data counts 1", min_value=1e-6, max_value=1e6,
         conflicts="replay=0",
-    )
+    )  # fmt: skip
 
     mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
     train_on: str = DATA(
-        "all",
-        "which of the assistant's turns to train on",
-        choices=("all", "last"),
-        conflicts=ALL_TURNS,
-    )
+        "all", "which of the assistant's turns to train on", choices=("all", "last"), conflicts=ALL_TURNS,
+    )  # fmt: skip
     truncate: str = DATA(
         "end", "what to do with conversations longer than the context", choices=TRUNCATE_CHOICES
     )
@@ -206,18 +171,13 @@ class TuneSettings(RunSettings):
     pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(
-        0,
-        "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 180 steps",
-        min_value=0,
-    )
+        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 180 steps", min_value=0,
+    )  # fmt: skip
     epochs: float | None = TRAINING(
         None,
         "passes over the data, in place of --iters (default: 3 to 1, for few examples up to 12: 180 steps or more)",
-        min_value=0.001,
-        max_value=1e6,
-        resumable=True,
-        conflicts={"iters": "which sets the length"},
-    )
+        min_value=0.001, max_value=1e6, resumable=True, conflicts={"iters": "which sets the length"},
+    )  # fmt: skip
     val_batches: int = VALIDATING(10, "most micro-batches per validation; 0: all", min_value=0)
     lr: float | None = UPDATE(
         None,

@@ -216,11 +216,9 @@ def _compile_pattern(flag: str, pattern: str) -> re.Pattern[str]:
 
 
 def _judge_scores(
-    settings: CompareSettings,
-    judge_command: Sequence[str] | None,
-    questions: Sequence[Question],
+    settings: CompareSettings, judge_command: Sequence[str] | None, questions: Sequence[Question],
     answers_by_model: Sequence[Sequence[str]],
-) -> list[list[float]]:
+) -> list[list[float]]:  # fmt: skip
     """Return the judge's score of each answer by model, from one call of the judge. Raises InputError."""
     if judge_command is None:
         return [[] for _ in answers_by_model]

@@ -102,11 +102,9 @@ RunningSums = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def measure_importance(
-    model: ModelFile,
-    groups: Sequence[Sequence[block_streams.TokenBatch]],
-    source_text: str,
+    model: ModelFile, groups: Sequence[Sequence[block_streams.TokenBatch]], source_text: str,
     report_block: BlockProgress = lambda block, blocks: None,
-) -> ImportanceMatrix:
+) -> ImportanceMatrix:  # fmt: skip
     """Sum squared inputs over all tokens that are not padding, a group of batches at a time.
 
     Inputs that all experts of a stack read, as those of ffn_gate_exps, count for each expert.
@@ -133,11 +131,9 @@ def measure_importance(
 
 
 def _add_block(
-    streams: block_streams.StreamPair,
-    block: block_streams.StreamBlock,
-    running_sums: RunningSums,
+    streams: block_streams.StreamPair, block: block_streams.StreamBlock, running_sums: RunningSums,
     matrix_arrays: Mapping[str, np.ndarray],
-) -> None:
+) -> None:  # fmt: skip
     """Add the inputs of a block's matrices to the running sums, and advance the stream through the block."""
     shared_z = {n: shared_tensor for n, shared_tensor in block.shared.items() if n.startswith("z")}
     outputs = {"z": block.z, **shared_z}

@@ -150,11 +150,9 @@ def find_file(folder: Path, *names: str) -> Path | None:
 
 
 def read_documents(
-    sources: Iterable[SourceFile],
-    separator: str | None,
-    reports: Iterable[ReadingReport],
+    sources: Iterable[SourceFile], separator: str | None, reports: Iterable[ReadingReport],
     keep_separators: bool = False,
-) -> Iterator[TextPiece]:
+) -> Iterator[TextPiece]:  # fmt: skip
     """Yield the pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):
         for piece in _skip_blank(_document_pieces(separator, report, keep_separators)):

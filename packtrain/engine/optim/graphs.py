@@ -114,15 +114,9 @@ def accumulation_graph(
 
 
 def update_graph(
-    trained: Collection[Tensor],
-    optimizer: Optimizer,
-    share: RankShare | None = None,
-    is_scattered: bool = False,
-    /,
-    *,
-    max_norm: float | None = None,
-    max_value: float | None = None,
-) -> Graph:
+    trained: Collection[Tensor], optimizer: Optimizer, share: RankShare | None = None, is_scattered: bool = False,
+    /, *, max_norm: float | None = None, max_value: float | None = None,
+) -> Graph:  # fmt: skip
     """Return the graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss.
 
     share         update only this rank's parts of the weights, and store moments only for these

@@ -100,11 +100,9 @@ def quantize_measured(
 
 
 def packed(
-    location: str,
-    tensor_parts: Iterable[np.ndarray | QuantizedBlocks | WeightedValues],
-    dtype: Dtype,
+    location: str, tensor_parts: Iterable[np.ndarray | QuantizedBlocks | WeightedValues], dtype: Dtype,
     report_error: Callable[[float], None],
-) -> Iterator[np.ndarray]:
+) -> Iterator[np.ndarray]:  # fmt: skip
     """Yield parts of a tensor as `dtype`; `report_error` gets the rounding error. Raises InputError for bad values."""
     error_sum = square_sum = 0.0
     for part_values in tensor_parts:

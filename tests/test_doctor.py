@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import packtrain.kernels
 from packtrain.cli import doctor
 from packtrain.cli.main import main
 from packtrain.kernels.runtime import environment, kernel_cache
@@ -16,6 +17,9 @@ def test_a_report_names_what_a_run_depends_on(capsys, tmp_path, monkeypatch):
     (tmp_path / "packtrain/tokens/a/b").write_bytes(bytes(3 << 20))
     (tmp_path / "packtrain/rates.json").write_bytes(bytes(9))
     monkeypatch.setattr(doctor, "cache_root", lambda: tmp_path / "packtrain")
+    packtrain.kernels.set_threads(
+        environment.max_threads()
+    )  # a run before this test may have had fewer
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["caches"] == {"tokens": 3 << 20, "other files": 9}

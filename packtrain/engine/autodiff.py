@@ -147,7 +147,7 @@ class _Recomputation:
         stack = list(tensors)
         while stack:
             t = stack.pop()
-            if self._is_kept_cache.get(t) or self._is_available(t) or t.call in missing_calls:
+            if self._is_available(t) or t.call in missing_calls:
                 continue
             assert t.call is not None
             missing_calls[t.call] = None

@@ -99,7 +99,7 @@ class ConversationRenderer:
         self.takes_results = self._shows([ASK, call_message if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
         (call,) = call_message["tool_calls"]
-        named_call = {**call, "function": {**call["function"], "name": "a"}}
+        named_call = {**call, "id": "a", "function": {**call["function"], "name": "a"}}
         replies = (REPLY, {**call_message, "tool_calls": [named_call]})
         marks = {"generation_start": PROBE}
         self.has_blocks = any(self._shows([ASK, r], extra_variables=marks) for r in replies)

@@ -53,9 +53,9 @@ EXHAUSTIVE = [
     for name, step in [line.rsplit(" ", 1)]
 ]
 
-# seconds since 1970 from which no test is begun any more, each is skipped and said; .ci/run sets it
+# tests that would begin later, in seconds since 1970, are skipped with a reason; .ci/run sets it
 LAST_START = float(os.environ.get("TESTS_LAST_START", "inf"))
-# from which file of those with exhaustive tests on they run; .ci/run sets it
+# index of the file with exhaustive cases that runs first, modulo their number; .ci/run sets it
 ROTATION = int(os.environ.get("TESTS_ROTATION", "0"))
 
 # read when kernels are loaded, here and by children
@@ -109,12 +109,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Also what a file of tests leaves, such as modules and kernels that it loaded, is looked at once."""
+    """Freeze what a file of tests leaves, such as loaded modules and kernels: later collections skip it."""
     yield
     if nextitem is None or nextitem.path != item.path:
         freeze_objects()
 
 
 def freeze_objects() -> None:
+    """Collect garbage once, and let later collections skip every object that exists now."""
     gc.collect()
     gc.freeze()

@@ -135,12 +135,8 @@ def test_an_equal_run_does_not_search_again(tmp_path, monkeypatch):
     )
     assert chosen() == 1 and chosen() == 0
     monkeypatch.setattr(choice_cache, "MAX_CHOICES", 2)
-    assert [chosen(*case) for case in cases] == [
-        0,
-        1,
-        1,
-        1,
-    ] and chosen() == 1  # the oldest went first
+    assert [chosen(*case) for case in cases] == [0, 1, 1, 1]
+    assert chosen() == 1  # the oldest went first
     real_stat, source = os.stat, choice_cache.__file__
     edited = SimpleNamespace(st_size=os.stat(source).st_size, st_mtime_ns=1)
     monkeypatch.setattr(

@@ -99,6 +99,7 @@ class ConversationRenderer:
         self.takes_results = self._shows([ASK, call_message if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
         (call,) = call_message["tool_calls"]
+        # the probe is neither its name nor in its id, which may hold the name
         named_call = {**call, "id": "a", "function": {**call["function"], "name": "a"}}
         replies = (REPLY, {**call_message, "tool_calls": [named_call]})
         marks = {"generation_start": PROBE}

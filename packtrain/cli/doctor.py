@@ -47,7 +47,13 @@ def run(settings: DoctorSettings) -> int:
 
 def check_machine() -> dict[str, Any]:
     """Return the report as plain values, sizes in bytes; `problems` has a sentence for all that stops packtrain."""
-    problems = [problem for problem in map(_import_problem, REQUIRED) if problem]
+    problems = list[str]()
+    for name in REQUIRED:
+        try:
+            import_module(MODULES.get(name, name))
+        except Exception as error:  # a broken package raises anything
+            advice = f"pip install --force-reinstall {name}"
+            problems.append(f"{name} cannot be imported: {error}; {advice}")
     report = {
         "packtrain": __version__, "python": f"{platform.python_version()}, {sys.executable}",
         "platform": platform.platform(), "memory": machine_memory(), "cache": str(cache_root()),
@@ -65,14 +71,6 @@ def check_machine() -> dict[str, Any]:
             "folders": sorted({str(p.parent) for p in map(kernel_cache.complete, names) if p}),
         }
     return report
-
-
-def _import_problem(package: str) -> str:
-    try:
-        import_module(MODULES.get(package, package))
-    except Exception as error:  # a broken package raises anything
-        return f"{package} cannot be imported: {error}; pip install --force-reinstall {package}"
-    return ""
 
 
 def _version(package: str) -> str | None:

@@ -45,13 +45,16 @@ def run(settings: InspectSettings) -> int:
 def describe(gguf: GGUF) -> dict[str, Any]:
     """Describe a file as plain data, which --json prints."""
     entries = gguf.entries.values()
+    template_keys = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
     return {
         "file": str(gguf.path), "parts": len(gguf.paths), "file_bytes": gguf.nbytes,
         "architecture": _display_value(
             gguf.values.get("general.architecture", MetadataValue("string", "unknown"))
         ),
         "parameters": sum(math.prod(e.shape) for e in entries), "types": _type_stats(entries),
-        "vocabulary": _vocabulary_info(gguf), "chat_templates": _template_names(gguf),
+        "vocabulary": _vocabulary_info(gguf),
+        # a template without a name is `default`
+        "chat_templates": [key[1:] or "default" for key in template_keys if not key or key[0] == "."],
         "metadata": {key: _display_value(value) for key, value in gguf.values.items()},
         "tensors": [
             {"name": e.name, "shape": list(e.shape), "type": str(e.dtype), "bytes": e.nbytes}
@@ -94,12 +97,6 @@ def _type_stats(entries: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
         stats["tensors"] += 1
         stats["bytes"] += e.nbytes
     return dict(sorted(stats_by_type.items(), key=lambda item: -item[1]["bytes"]))
-
-
-def _template_names(gguf: GGUF) -> list[str]:
-    """Return the names of the chat templates; a template without a name is `default`."""
-    names = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
-    return [name[1:] or "default" for name in names if not name or name[0] == "."]
 
 
 def _vocabulary_info(gguf: GGUF) -> dict[str, Any]:

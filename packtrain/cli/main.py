@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import takewhile
@@ -104,10 +104,8 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
             return BAD_INPUT
         # not at the top, so that --version answers at once
         environment = import_module("packtrain.kernels.runtime.environment")
-        module, settings_class = (
-            _command_module(options.command),
-            settings_class_of(options.command),
-        )
+        module = _command_module(options.command)
+        settings_class = settings_class_of(options.command)
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     variable_by_flag = dict[str, str]()
     try:
@@ -128,7 +126,9 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        print(f"packtrain: error: {_error_line(error, variable_by_flag)}", file=sys.stderr)
+        # the variable of a setting in place of its flag
+        line = re.sub(r"^-[\w-]+", lambda m: variable_by_flag.get(m[0], m[0]), _error_line(error))
+        print(f"packtrain: error: {line}", file=sys.stderr)
         return _exit_code(error)
     finally:
         signal.signal(signal.SIGTERM, old_handler)
@@ -237,12 +237,7 @@ def _exit_code(error: Exception) -> int:
     return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), FAILED)
 
 
-def _error_line(error: Exception, variable_by_flag: Mapping[str, str]) -> str:
-    """Format an error in one line, with the variable of a setting in place of its flag."""
-    return re.sub(r"^-[\w-]+", lambda m: variable_by_flag.get(m[0], m[0]), _error_text(error))
-
-
-def _error_text(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Format an error in one line; an unexpected error also names its type."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))

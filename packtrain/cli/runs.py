@@ -12,7 +12,6 @@ from packtrain.cli import DONE, print_message
 from packtrain.common.errors import InputError
 from packtrain.common.files import check_writable, require_existing, write_text
 from packtrain.common.options import option, positional
-from packtrain.training.monitoring.history import RunHistory
 from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.monitoring.run_folders import comparison_rows, find_runs, lines
 from packtrain.training.monitoring.runs_page import page_with_data
@@ -48,12 +47,10 @@ def run(settings: RunsSettings) -> int:
         raise InputError(f"{root} has no runs; they are folders with a metrics.jsonl or a run.yaml")
     if settings.html is not None:
         write_text(settings.html, page_with_data(page_data.data()))
-    if settings.json or settings.html is None:
-        _print_runs([*page_data.runs.values()], settings.json)
+    table_rows = comparison_rows([*page_data.runs.values()])
+    if settings.json:
+        print(json.dumps(table_rows, indent=2))
+    elif settings.html is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+        print("\n".join(lines(table_rows, width)))
     return DONE
-
-
-def _print_runs(runs: list[RunHistory], as_json: bool) -> None:
-    table_rows = comparison_rows(runs)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    print(json.dumps(table_rows, indent=2) if as_json else "\n".join(lines(table_rows, width)))

@@ -41,7 +41,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temp_path.touch(0o600)
         yield temp_path
         if old_stat is not None:
-            _copy_permissions(temp_path, old_stat)
+            if sys.platform != "win32":
+                with suppress(OSError):  # only some users may give files away
+                    os.chown(temp_path, old_stat.st_uid, old_stat.st_gid)
+            temp_path.chmod(old_stat.st_mode & 0o777)
         with _freed_in_background(path):
             os.replace(temp_path, path)
     except OSError as error:
@@ -52,14 +55,6 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         with suppress(OSError):
             temp_path.unlink()
     sync_folder(path.parent)
-
-
-def _copy_permissions(temp_path: Path, old_stat: os.stat_result) -> None:
-    """Give the temporary file the permissions, and if allowed the owner, of the file that it will replace."""
-    if sys.platform != "win32":
-        with suppress(OSError):
-            os.chown(temp_path, old_stat.st_uid, old_stat.st_gid)
-    temp_path.chmod(old_stat.st_mode & 0o777)
 
 
 @contextmanager
@@ -172,7 +167,11 @@ def check_writable(path: str | Path | None, field: str) -> None:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
         raise InputError(f"{field}: {path} is not a regular file; give the name of a new file")
-    resolved_path = _resolve_path(path, field)
+    try:
+        resolved_path = path.resolve()
+    except (RuntimeError, OSError):  # the latter since Python 3.13
+        problem = "is a link that leads back to itself; give another name"
+        raise InputError(f"{field}: {path} {problem}") from None
     if not resolved_path.parent.exists():
         raise InputError(
             f"{field}: {path} cannot be written: the folder {path.parent} does not exist; create it first"
@@ -215,14 +214,6 @@ def check_output(output: Path, field: str, read: Iterable[Path | None], overwrit
         raise InputError(
             f"{field}: {output} exists; give another name, or --overwrite to replace it"
         )
-
-
-def _resolve_path(path: Path, field: str) -> Path:
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError):  # the latter since Python 3.13
-        problem = "is a link that leads back to itself; give another name"
-        raise InputError(f"{field}: {path} {problem}") from None
 
 
 def require_existing(path: str | Path, field: str) -> Path:

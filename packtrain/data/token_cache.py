@@ -88,7 +88,9 @@ def build_folder(
             raise DoesNotFit(f"--memory: reading the data needs at least {min_mib}MiB")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale_folders(folder.parent)
+        for unfinished_folder in folder.parent.glob("*-*"):  # of processes that were killed
+            if time.time() - unfinished_folder.stat().st_mtime > DAY_SECONDS:
+                shutil.rmtree(unfinished_folder, ignore_errors=True)
         temp_folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -150,13 +152,6 @@ def _limit_memory(nbytes: int) -> None:
         limits = importlib.import_module("resource")
         _, hard_limit = limits.getrlimit(limits.RLIMIT_DATA)
         limits.setrlimit(limits.RLIMIT_DATA, (nbytes + max(reserved_nbytes, 0), hard_limit))
-
-
-def _remove_stale_folders(cache: Path) -> None:
-    """Remove unfinished folders of processes that were killed a day ago or earlier."""
-    for stale_folder in cache.glob("*-*"):
-        if time.time() - stale_folder.stat().st_mtime > DAY_SECONDS:
-            shutil.rmtree(stale_folder, ignore_errors=True)
 
 
 def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) -> None:

@@ -58,7 +58,9 @@ def _find_transfers(steps: Sequence[KernelStep]) -> dict[int, _Transfer]:
     updates = [index for index, s in enumerate(steps) if s.op.writes]
     transfers, last_transfers = dict[int, _Transfer](), dict[tuple[str, str], _Transfer]()
     for at, step in enumerate(steps):
-        carrier = _carrier(step)
+        # of the backends that can copy beside their kernels, the target comes before the source
+        endpoints = () if step.source is None else (step.backend, step.source)
+        carrier = next((backend for backend in endpoints if backend.streams), None)
         if carrier is None or step.source is None:
             continue
         source_base = step.reads[0].base
@@ -84,12 +86,6 @@ def _touched(tensor_groups: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[
         for t in tensors:
             indices.setdefault(t.base, []).append(index)
     return indices
-
-
-def _carrier(step: KernelStep) -> Backend | None:
-    """Return the backend that can copy beside its kernels, the target before the source, or None."""
-    endpoints = () if step.source is None else (step.backend, step.source)
-    return next((backend for backend in endpoints if backend.streams), None)
 
 
 def _begin_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:

@@ -90,7 +90,13 @@ def _open_parts(path: Path) -> list[GGUFPart]:
     for part_index in range(num_parts):
         part_path = path.with_name(f"{name_match[1]}-{part_index + 1:05d}-of-{num_parts:05d}.gguf")
         gguf_part = first_part if part_path == path else _open_part(part_path)
-        _check_part_number(gguf_part, part_index, num_parts)
+        for key, expected in ((COUNT, num_parts), (PART_INDEX_KEY, part_index)):
+            actual = _number(gguf_part, key, -1)
+            if actual != expected:
+                shown = actual if key in gguf_part.values else "missing"
+                raise GGUFError(
+                    f"{part_path}: {key} is {shown}; in part {part_index + 1} of {num_parts} it must be {expected}"
+                )
         num_tensors += len(gguf_part.entries)
         gguf_parts.append(gguf_part)
     _check_parts(gguf_parts, num_tensors)
@@ -102,16 +108,6 @@ def _number(part: GGUFPart, key: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise GGUFError(f"{part.path}: {key} is not a whole number; it must be one")
     return value
-
-
-def _check_part_number(part: GGUFPart, i: int, count: int) -> None:
-    for key, expected in ((COUNT, count), (PART_INDEX_KEY, i)):
-        actual = _number(part, key, -1)
-        if actual != expected:
-            shown = actual if key in part.values else "missing"
-            raise GGUFError(
-                f"{part.path}: {key} is {shown}; in part {i + 1} of {count} it must be {expected}"
-            )
 
 
 def _check_parts(gguf_parts: list[GGUFPart], total: int) -> None:

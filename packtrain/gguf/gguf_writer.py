@@ -154,20 +154,17 @@ def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: Writte
     """Write queued pieces in order until None or an error; report each piece's bytes, or the error, then None."""
     try:
         while (piece := piece_queue.get()) is not None:
-            _write_piece(file, piece)
+            ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
+            file.write(piece)
+            ahead_end = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
+            if ahead_end > ahead_start:
+                write_ahead(file, ahead_start, ahead_end - ahead_start)
             nbytes = piece.nbytes
             del piece  # its memory is free before the next part is made
             written_queue.put(nbytes)
     except BaseException as error:  # `_written_nbytes` raises it
         written_queue.put(error)
     written_queue.put(None)
-
-
-def _write_piece(file: BinaryIO, piece: memoryview) -> None:
-    ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
-    file.write(piece)
-    if (nbytes := file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES - ahead_start) > 0:
-        write_ahead(file, ahead_start, nbytes)
 
 
 def _encode_texts(*texts: str | bytes) -> bytes:

@@ -21,10 +21,8 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
     num_heads, rope_width, rank = config.head_count, config.rope_width, config.kv_lora_rank
     q_table, k_table = rope_tables[config.rope_of(i)]
     q = project_queries(block, x)
-    q_nope, q = (
-        _cut(q, 0, config.head_width - rope_width),
-        _cut(q, config.head_width - rope_width, rope_width),
-    )
+    nope_width = config.head_width - rope_width
+    q_nope, q = _cut(q, 0, nope_width), _cut(q, nope_width, rope_width)
     q = block.named("q_rope", ops.rope(q, q_table, neox=config.traits.halves))
     both = block.saved(block.linear("attn_kv_a_mqa", x))
     k = ops.reshape(ops.cont(_cut(both, rank, rope_width)), shape=(*x.shape[:-1], 1, rope_width))

@@ -92,9 +92,20 @@ def open_start(settings: Any) -> LlamaCppCheckpoint | None:
         del gguf.entries[name]
     config = read_config(gguf)
     check_tensors(gguf, config)
-    _check_sizes(settings, path, config)
-    vocab = _vocabulary_file(path, TOKENS_KEY in metadata, settings.vocab)
-    return LlamaCppCheckpoint(ModelFile(gguf, config), vocab, int(metadata[ITERATIONS_KEY]))
+    defaults = {field.name: field.default for field in fields(settings)}
+    for name, saved_value in DECIDED_SETTINGS.items():
+        requested, saved = getattr(settings, name), saved_value(config)
+        if requested != defaults[name] and not math.isclose(requested, saved, rel_tol=1e-6):
+            raise InputError(f"{flag(name)} {requested:g}: {path} has {saved:g}; leave it out")
+    has_vocabulary, vocab = TOKENS_KEY in metadata, settings.vocab
+    if has_vocabulary and vocab is not None:
+        raise InputError(
+            f"--vocab has no effect with {path}, which holds a vocabulary; leave it out"
+        )
+    if not has_vocabulary and vocab is None:
+        raise InputError(f"--vocab must be given: {path} holds no vocabulary")
+    model = ModelFile(gguf, config)
+    return LlamaCppCheckpoint(model, vocab or path, int(metadata[ITERATIONS_KEY]))
 
 
 def _check_version(path: Path, metadata: Mapping[str, Any]) -> None:
@@ -108,22 +119,3 @@ def _check_version(path: Path, metadata: Mapping[str, Any]) -> None:
         raise InputError(f"{path}: {VERSION_KEY} is {version!r}; 0 and 1 can be read")
     if not isinstance(metadata.get(ITERATIONS_KEY), int):
         raise InputError(f"{path}: {ITERATIONS_KEY} must be a whole number")
-
-
-def _check_sizes(settings: Any, path: Path, config: Config) -> None:
-    """Raise InputError for a setting that is not at its default and differs from the checkpoint."""
-    defaults = {field.name: field.default for field in fields(settings)}
-    for name, saved_value in DECIDED_SETTINGS.items():
-        requested, saved = getattr(settings, name), saved_value(config)
-        if requested != defaults[name] and not math.isclose(requested, saved, rel_tol=1e-6):
-            raise InputError(f"{flag(name)} {requested:g}: {path} has {saved:g}; leave it out")
-
-
-def _vocabulary_file(path: Path, has_vocabulary: bool, vocab: Path | None) -> Path:
-    if has_vocabulary and vocab is not None:
-        raise InputError(
-            f"--vocab has no effect with {path}, which holds a vocabulary; leave it out"
-        )
-    if not has_vocabulary and vocab is None:
-        raise InputError(f"--vocab must be given: {path} holds no vocabulary")
-    return vocab or path

@@ -62,7 +62,10 @@ class PreferenceLoss:
         answer_sides = input(SIDES_INPUT, (rows, 2 * num_pairs, num_tokens))
         summed = ops.matmul(ops.reshape(losses, shape=(rows, 1, num_tokens)), answer_sides)
         logps = named("logps", ops.scale(ops.reshape(summed, shape=(rows, 2 * num_pairs)), by=-1.0))
-        answer_scores = _log_odds(logps) if self.measure == "odds" else logps
+        answer_scores = logps
+        if self.measure == "odds":  # log(p / (1 - p)), from log p
+            complement = ops.scale(ops.exp(logps), by=-1.0, bias=1.0)
+            answer_scores = ops.sub(logps, ops.log(ops.clamp(complement, low=MIN_COMPLEMENT)))
         if self.reference:
             answer_scores = ops.sub(answer_scores, input(REFERENCE, answer_scores.shape))
         chosen_scores, rejected = (
@@ -111,12 +114,6 @@ class PreferenceLoss:
         losses = self.by * pair_losses - self.nll * s[:, 0] * token_shares
         chosen, rejected = self.beta * rewards[:, 0], self.beta * rewards[:, 1]
         return {"loss": losses, "chosen": chosen, "rejected": rejected}
-
-
-def _log_odds(logps: Tensor) -> Tensor:
-    """Compute log(p / (1 - p)) from log p."""
-    complement = ops.scale(ops.exp(logps), by=-1.0, bias=1.0)
-    return ops.sub(logps, ops.log(ops.clamp(complement, low=MIN_COMPLEMENT)))
 
 
 KINDS = {

@@ -38,7 +38,9 @@ def block_shapes(config: Config, i: int) -> Shapes:
         mixer_shapes = _conv_shapes(config)
     if config.has_scan(i):
         mixer_shapes |= _delta_shapes(config) if config.traits.delta else _scan_shapes(config)
-    named_shapes = mixer_shapes | _feed_forward_norm(config)
+    has_norm = config.traits.pre_norms and not config.is_parallel
+    norm_shapes: Shapes = {config.traits.ffn_norm: (config.embedding_length,)} if has_norm else {}
+    named_shapes = mixer_shapes | norm_shapes
     has_experts, has_dense = config.has_experts(i), config.traits.parallel_dense_ffn
     named_shapes |= _feed_forward_shapes(config, i) if has_dense or not has_experts else {}
     named_shapes |= _expert_shapes(config) if has_experts else {}
@@ -169,11 +171,6 @@ def _delta_shapes(config: Config) -> Shapes:
         arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps), **head_shapes,
         "ssm_norm": (scan.inner // scan.heads,), arch.SCAN_OUT: (width, scan.inner),
     }  # fmt: skip
-
-
-def _feed_forward_norm(config: Config) -> Shapes:
-    has_norm = config.traits.pre_norms and not config.is_parallel
-    return {config.traits.ffn_norm: (config.embedding_length,)} if has_norm else {}
 
 
 def _feed_forward_shapes(config: Config, i: int) -> Shapes:

@@ -217,8 +217,7 @@ def _yarn(
     (fast_turns, slow_turns), is_latent = turns.values(), bool(family.latent_module)
     multiplier = float(str(family_keys.get(MULTIPLIER_KEY, 0.0)))
     scaling = RopeScaling("yarn", factor, 0, 1.0, fast_turns, slow_turns, multiplier)
-    width = sizes.head_width
-    width = c.rotated_width(width) if architecture.partial_rope else width
+    width = c.rotated_width(sizes.head_width) if architecture.partial_rope else sizes.head_width
     ramp_place = sizes.rope_dims or width, c.rope_base(family.rope_freq_base), int(original)
     ramp_blend = scaling.blend(*ramp_place, truncate=rope_params.get("truncate") is not False)
     ramp_start, ramp_end = ramp_blend or (0.0, 1.0)
@@ -237,18 +236,11 @@ def _yarn(
     extra_factor = longer / scaling.magnitude(factor, is_latent)
     if abs(extra_factor - 1) <= FACTOR_TOLERANCE:
         return keys, {}
-    _check_extra_factor(c, rope_params, is_latent, family_keys, architecture)
-    return keys | {ATTN_FACTOR: extra_factor}, {}
-
-
-def _check_extra_factor(
-    c: HFConfig, rope_params: Mapping[str, Any], is_latent: bool, family_keys: Keys, architecture: arch.Architecture,
-) -> None:  # fmt: skip
-    """Raise InputError for a factor of attention that a file's key would apply in more places than the config does."""
     if is_latent or ("rope.freq_base_swa" in family_keys and not architecture.unscaled_window_rope):
         # the key would also apply where heads come from narrow vectors, or in blocks with a window
         key = next(name for name in MAGNITUDE_KEYS if rope_params.get(name))
         raise c.wrong(f"rope_scaling.{key}", rope_params.get(key), "left out")
+    return keys | {ATTN_FACTOR: extra_factor}, {}
 
 
 def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:

@@ -84,9 +84,6 @@ def check_unread(hf_config: HFConfig, has_windows: bool) -> int:
             for neutral in NEUTRAL_VALUES.get(name, ())
         ):
             right = " or ".join(map(repr, NEUTRAL_VALUES.get(name, ()))) or "left out"
-            raise hf_config.wrong(
-                key,
-                value,
-                f"{right}: packtrain does not know what it changes; remove it if that is nothing",
-            )
+            reason = "packtrain does not know what it changes; remove it if that is nothing"
+            raise hf_config.wrong(key, value, f"{right}: {reason}")
     return max_context

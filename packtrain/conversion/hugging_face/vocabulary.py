@@ -147,10 +147,9 @@ class _VocabularyFiles:
 
     def check_strips(self, tokenizer: Tokenizer) -> None:
         """Refuse tokens that take the whitespace beside them, except those that readers of GGUF know to do so."""
+        known_ids = {"lstrip": tokenizer.lstrip_ids, "rstrip": tokenizer.rstrip_ids}
         for file_name, id, flag in self.strip_flags:
-            if id not in {"lstrip": tokenizer.lstrip_ids, "rstrip": tokenizer.rstrip_ids}.get(
-                flag, ()
-            ):
+            if id not in known_ids.get(flag, ()):
                 raise InputError(
                     f"{self.folder / file_name}: added token {self.tokens[id].decode()!r}: {flag} is true, which a GGUF"
                     " vocabulary has for Phi-3 only, by the folder's name; it must be false"

@@ -112,7 +112,11 @@ def write_dataset(
         if split:
             notes.append(splitter.note(split, sources, count))
             files = files if splitter.num_held_out else {TRAIN: files[TRAIN]}
-        _check_filled(recipe, files, notes)
+        for part, token_file in files.items():
+            if not token_file.starts:
+                raise InputError(
+                    f"--data: {recipe.data} leaves no tokens to train on for {SPLIT_NAMES[part]} ({'; '.join(notes)})"
+                )
     metadata = {
         "notes": notes, "places": splitter.locations, "parts": [*files],
         "names": [source.path.name for source in sources], "template": maker.template,
@@ -172,14 +176,6 @@ def _write_records(
             files[split].write(sample.ids, sample.weights)
             if split == TRAIN and len(splitter.locations) < MAX_LOCATIONS:
                 splitter.locations.append(f"{name}: {record.location.rpartition(': ')[2]}")
-
-
-def _check_filled(recipe: DatasetRecipe, files: Mapping[str, TokenFile], notes: list[str]) -> None:
-    for split, file in files.items():
-        if not file.starts:
-            raise InputError(
-                f"--data: {recipe.data} leaves no tokens to train on for {SPLIT_NAMES[split]} ({'; '.join(notes)})"
-            )
 
 
 class SampleBuilder:

@@ -115,16 +115,13 @@ class RecordReader:
         unknown_values = {name: record[name] for name in record.keys() - known_fields}
         column_names = {name.strip().lower() for name in self.report.column_names}
         is_guessed = not (self.report.requested_fields or column_names >= {"prompt", *form.needed})
-        guessed_table = (
-            (field_meanings.OTHER_FIELDS_TABLE if "prompt" in known_fields else CONTEXT_TABLE)
-            if is_guessed
-            else {}
-        )
-        check(
-            unknown_values,
-            location,
-            ROW_TABLE | ({} if form.needed == ("text",) else LABEL | guessed_table),
-        )
+        meaning_table = ROW_TABLE
+        if form.needed != ("text",):
+            meaning_table = meaning_table | LABEL
+            if is_guessed:
+                has_prompt = "prompt" in known_fields
+                meaning_table |= field_meanings.OTHER_FIELDS_TABLE if has_prompt else CONTEXT_TABLE
+        check(unknown_values, location, meaning_table)
         unused_fields.update(unknown_values)
         for name in known_fields - {"tools", "history"}:
             for message in sample_messages.as_list(record.get(name)):

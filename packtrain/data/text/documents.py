@@ -177,7 +177,10 @@ def _record_texts(report: ReadingReport) -> Iterator[str]:
             error = unknown_header(report.header, report.column_names, ["text"], record)
             raise InputError(f"{error}{_finetune_advice(record)}")
         try:
-            text = _text_of(record, location)
+            if not isinstance(record, dict) or "text" not in record:
+                fact, advice = f"{location} has no field text", _finetune_advice(record)
+                raise InputError(fact, RECORD_ADVICE + advice)
+            text = sound(record["text"], f"{location}: text", RECORD_ADVICE)
         except InputError as error:
             if not has_started:  # the whole file is bad, not just one record
                 raise
@@ -185,12 +188,6 @@ def _record_texts(report: ReadingReport) -> Iterator[str]:
         else:
             has_started = True
             yield text
-
-
-def _text_of(record: Any, location: str) -> str:
-    if not isinstance(record, dict) or "text" not in record:
-        raise InputError(f"{location} has no field text", RECORD_ADVICE + _finetune_advice(record))
-    return sound(record["text"], f"{location}: text", RECORD_ADVICE)
 
 
 def _finetune_advice(record: Any) -> str:

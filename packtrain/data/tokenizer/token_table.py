@@ -193,12 +193,10 @@ def read_required(metadata: Mapping[str, Any], name: str) -> Any:
 def read_strings(metadata: Mapping[str, Any], name: str) -> list[bytes]:
     """Read an array of strings. Raises TokenizerError."""
     strings = read_required(metadata, name)
-    if isinstance(strings, str | bytes) or not isinstance(strings, Sequence):
+    is_sequence = isinstance(strings, Sequence) and not isinstance(strings, str | bytes)
+    if not is_sequence or not all(isinstance(text, bytes) for text in strings):
         raise TokenizerError(f"{KEYS}{name} is no array of strings")
-    strings = list(strings)
-    if not all(isinstance(text, bytes) for text in strings):
-        raise TokenizerError(f"{KEYS}{name} is no array of strings")
-    return strings
+    return list(strings)
 
 
 def read_numbers(metadata: Mapping[str, Any], name: str, num_tokens: int) -> np.ndarray:

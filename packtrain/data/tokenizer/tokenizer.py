@@ -246,14 +246,10 @@ class Tokenizer:
         """
         stream = StreamDecoder(self, special)
         text = "".join([stream.feed(id) for id in ids]) + stream.flush()
-        return _clean_text(text) if clean and self._encoding.cleans_spaces else text
-
-
-def _clean_text(text: str) -> str:
-    """Remove spaces before punctuation, around single apostrophes, and before some contractions."""
-    for pattern, replacement in CLEANUP_RULES:
-        text = pattern.sub(replacement, text)
-    return text
+        if clean and self._encoding.cleans_spaces:
+            for pattern, replacement in CLEANUP_RULES:
+                text = pattern.sub(replacement, text)
+        return text
 
 
 def _check_text(text: str) -> str:

@@ -323,7 +323,12 @@ class _LazyBackends(dict[str, Backend]):
         environment = cuda_caching.CUBLAS_ENVIRONMENT if device_kind == "cuda" else OF_MKL
         for variable, value in environment.items():
             os.environ.setdefault(variable, value)
-        if not _has_device(device_kind, int(device_index or 0)):
+        if device_kind == "cuda":
+            num_devices = torch.cuda.device_count()
+            has_device = int(device_index or 0) < num_devices and torch.cuda.is_available()
+        else:
+            has_device = device_kind == "cpu" or torch.mps.is_available()
+        if not has_device:
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
         _warm_up()
         if name == "torch:cpu":
@@ -331,13 +336,6 @@ class _LazyBackends(dict[str, Backend]):
         device = "cpu" if device_kind == "cpu" else name
         is_fused = device_kind == "cuda" and triton.is_installed()
         return self.setdefault(name, TorchDevice(name, device, fused=is_fused))
-
-
-def _has_device(device_kind: str, device_index: int) -> bool:
-    """Whether PyTorch has the device of this kind and index."""
-    if device_kind == "cuda":
-        return bool(device_index < torch.cuda.device_count() and torch.cuda.is_available())
-    return device_kind == "cpu" or bool(torch.mps.is_available())
 
 
 def _warm_up() -> None:

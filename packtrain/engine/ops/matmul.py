@@ -126,13 +126,11 @@ def _run_product(y, x, w, options, work):
 @matmul.workspace("cpu")
 def matmul_workspace(x, w, acc, precision):
     has_few_rows = x.spec.size <= MAX_INTEGER_ROWS * w.shape[-1] and precision == "f32"
-    return (arrays.integers_of(x, PLANES),) if has_few_rows and _uses_integers(w.dtype) else ()
-
-
-def _uses_integers(dtype):
-    """Whether products with this type are faster in integers: without VNNI, signed codes are faster in f32."""
-    has_vnni = has_cpu_feature("avx512vnni")
-    return dtype in ROUNDABLE and (has_vnni or not dtype.code["codes"].is_signed)
+    if not has_few_rows or w.dtype not in ROUNDABLE:
+        return ()
+    # without VNNI, products with signed codes are faster in f32
+    is_faster = has_cpu_feature("avx512vnni") or not w.dtype.code["codes"].is_signed
+    return (arrays.integers_of(x, PLANES),) if is_faster else ()
 
 
 @matmul.cost

@@ -197,20 +197,16 @@ class _PackingPart:
         limits = np.array([used_limit, 0, target_height, self.index_bits])
         kernel: Any = kernels.packing
         run_search = partial(kernel.pack, buffers, sections, stack, offsets, limits)
-        status = _deep(run_search, n, budget.clock, limits)
+        # a stack that is deep enough for n levels of recursion
+        previous_nbytes = threading.stack_size(max(STACK, n * STEP))
+        try:
+            status = stopped_by(budget.clock, run_search, limits)
+        finally:
+            threading.stack_size(previous_nbytes)
         budget.work_left -= used_limit - int(limits[0])
         result = np.empty(n, np.int64)
         result[order] = offsets[0]
         return status, result
-
-
-def _deep(run_search: Callable[[], int], num_levels: int, clock: SearchClock, limits: Ints) -> int:
-    """Call `stopped_by` with a stack that is deep enough for so many levels of recursion; return the status."""
-    previous_nbytes = threading.stack_size(max(STACK, num_levels * STEP))
-    try:
-        return stopped_by(clock, run_search, limits)
-    finally:
-        threading.stack_size(previous_nbytes)
 
 
 def stopped_by(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:

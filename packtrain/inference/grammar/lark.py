@@ -83,7 +83,7 @@ class _LexemeBuilder:
 
     def _read(self, node: Node) -> Node:
         """Convert a node of the grammar into a node over lexemes."""
-        if node not in self._divided_nodes and self.is_regular(node):
+        if self._is_undivided(node):
             return self._lexeme_node(node)
         if isinstance(node, SequenceNode | ChoiceNode):
             built_nodes, is_divided = list[Node](), node in self._divided_nodes

@@ -135,7 +135,9 @@ class Chain:
                 "no token is left that could come next: see --logit-bias and --grammar"
             )
         if self.sampling.mirostat:
-            return self._mirostat(c, vocab_size)
+            c = samplers.temperature(c, self.sampling.temp)
+            is_version_1 = self.sampling.mirostat == 1
+            return mirostat(c, self.mu, vocab_size) if is_version_1 else mirostat_2(c, self.mu)
         for sampler_step in self._sampler_steps:
             c = sampler_step(self, c, rng)
         return c
@@ -162,11 +164,6 @@ class Chain:
         settings = self.sampling
         dry_args = settings.dry_multiplier, settings.dry_base, settings.dry_allowed_length
         return dry_penalty(c, self.last(settings.dry_penalty_last_n), self._breakers, *dry_args)
-
-    def _mirostat(self, c: Candidates, vocab_size: int) -> Candidates:
-        c = samplers.temperature(c, self.sampling.temp)
-        is_version_1 = self.sampling.mirostat == 1
-        return mirostat(c, self.mu, vocab_size) if is_version_1 else mirostat_2(c, self.mu)
 
 
 def check_finite_logits(ids: np.ndarray, logits: np.ndarray) -> None:

@@ -46,20 +46,15 @@ REQUIRED_VALUES = {
 }  # fmt: skip
 
 
-def check_fixed_values(hf_config: HFConfig, blocks: int) -> None:
-    """Raise InputError for config values by block that differ from the numbers in llama.cpp's code."""
-    hf_config.require_one_of("num_kv_shared_layers", None, blocks - min(blocks, OWNING))
-    sparse_shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
-    if hf_config.get(SPARSITY_KEY) != sparse_shares:
-        expected = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
-        raise hf_config.wrong(SPARSITY_KEY, hf_config.get(SPARSITY_KEY), expected)
-
-
 def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     num_blocks = hf_config.size("num_hidden_layers")
     pattern = tuple(hf_config.layer_windows(num_blocks, is_required=True))
-    check_fixed_values(hf_config, num_blocks)
     num_owning = min(num_blocks, OWNING)
+    # numbers in llama.cpp's code, from which config values must not differ
+    hf_config.require_one_of("num_kv_shared_layers", None, num_blocks - num_owning)
+    if hf_config.get(SPARSITY_KEY) != [SHARE if i < SPARSE else 0.0 for i in range(num_blocks)]:
+        expected = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
+        raise hf_config.wrong(SPARSITY_KEY, hf_config.get(SPARSITY_KEY), expected)
     if num_owning < num_blocks and (pattern[num_owning - 1] or not pattern[num_owning - 2]):
         expected = f"such that the last two of the first {OWNING} blocks are {SLIDING} and {FULL}"
         raise hf_config.wrong("layer_types", hf_config.get("layer_types"), expected)

@@ -267,7 +267,7 @@ PEERS: dict[str, Any] = {
     "opt_momentum": lambda b, g, by, gate: by * b + g * gate if gate.isfinite() else b,
     "opt_moments_adamw": opt_moments_adamw,
     "reduce_scatter": reduce_scatter,
-    "arrive": lambda total, g: total,
+    "wait_for_sums": lambda total, g: total,
     "all_reduce": lambda x: x,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,

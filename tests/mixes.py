@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.conversion.calibration.imatrix_file import ImportanceMatrix, save_importance
+from packtrain.conversion.calibration.importance_matrix import ImportanceMatrix, save_importance
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.quant_recipe import MIXES

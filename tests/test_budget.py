@@ -28,11 +28,10 @@ from packtrain.planner.budget import plan_within_limits
 from packtrain.planner.checkpointing import (
     RecomputeChoice,
     checkpoint_spacing,
-    keep_all,
     spaced_choice,
     uniform_choice,
 )
-from packtrain.planner.checkpointing.recompute_choice import inner_values, split_calls
+from packtrain.planner.checkpointing.saved_values import inner_values, split_calls
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.estimate import chain
 from packtrain.planner.plan_request import PlanRequest
@@ -150,7 +149,7 @@ def test_two_passes_need_no_memory_for_waiting_gradients():
 def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
     blocks = chain(deep_shape(6, max_norm=max_norm), make_request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
-    everything = blocks.plan_choice(keep_all(6, len(blocks.block.value_nbytes)))
+    everything = blocks.plan_choice(uniform_choice(6, range(len(blocks.block.value_nbytes))))
     smallest_plan = smallest_planned(blocks)
     budgets = np.linspace(smallest_plan.nbytes, everything.nbytes, 12).astype(int)
     plans = [blocks.fastest_within(int(budget)) for budget in budgets]
@@ -229,8 +228,8 @@ def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are()
     chunked_draft = searcher.draft(replace(shape, chunk=64))
     fastest_draft = searcher.fastest_draft(shape, chunked_draft.nbytes, fixed=False)
     assert (
-        searcher.sizes(shape).other_arena_nbytes
-        > 2 * searcher.sizes(chunked_draft.shape).other_arena_nbytes
+        searcher.estimate(shape).other_arena_nbytes
+        > 2 * searcher.estimate(chunked_draft.shape).other_arena_nbytes
     )
     assert fastest_draft is not None and fastest_draft.seconds <= chunked_draft.seconds
 

@@ -15,12 +15,12 @@ from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 from packtrain.conversion.calibration.block_streams import StreamPair
-from packtrain.conversion.calibration.imatrix_file import load_importance
+from packtrain.conversion.calibration.importance_matrix import load_importance
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quant.quantized_arrays import quantize as packed
 from packtrain.models.model_file import open_model
 from packtrain.workflows.calibration_data import calibration
-from packtrain.workflows.importance_matrix import ImatrixSettings
+from packtrain.workflows.imatrix_run import ImatrixSettings
 from packtrain.workflows.quantization import QuantizeSettings
 from tests.architectures import CONFIGS, random_model
 
@@ -201,7 +201,7 @@ def test_sums_are_of_what_matrices_read(settings: QuantizeSettings, measured: Pa
 
 
 def test_groups_of_rows_add_up(settings: QuantizeSettings, measured: Path, monkeypatch):
-    monkeypatch.setattr("packtrain.workflows.importance_matrix.AT_ONCE", 1024)
+    monkeypatch.setattr("packtrain.workflows.imatrix_run.AT_ONCE", 1024)
     parts = measured.with_name("parts.gguf")
     assert settings.calibrate is not None
     imatrix.run(ImatrixSettings(settings.model, settings.calibrate, parts, memory="4GiB"))

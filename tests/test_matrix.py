@@ -203,7 +203,7 @@ def test_estimates_of_a_mixture_with_a_dense_block_are_near_its_plans():
     config = replace(CONFIGS["glm4moe"], block_count=8)
     shape = StepShape(config, 2, 32, 1, 1.0, base=BaseModel(()))
     drafts = DraftEstimator(REQUEST)
-    estimate = drafts.sizes(shape)
+    estimate = drafts.estimate(shape)
     exact = drafts._sizes(shape)
     assert estimate.calls == exact.calls and estimate.leaves == exact.leaves
     assert abs(estimate.arena - exact.arena) < 0.01 * exact.arena

@@ -122,7 +122,7 @@ def copy_with_op(folder: Path) -> Path:
     home, name = copy_package(folder), '"transpose", '
     (home / "engine/ops/toy.py").write_text(ROOM)
     (home / "kernels/rowwise/toy.py").write_text(KERNEL)
-    last = "from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares\n"
+    last = "from packtrain.engine.ops.gradient_clipping import accumulate, clip_gate, sum_squares\n"
     edit_file(
         home / "engine/ops/__init__.py",
         (last, f"from packtrain.engine.ops.toy import toy_plus\n{last}"),

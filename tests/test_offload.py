@@ -143,7 +143,7 @@ def test_the_search_moves_what_is_slower_to_recompute() -> None:
     """By the rate of the link: over a fast one values are moved, over a slow one recomputed. All keep to the limit."""
     shape = StepShape(Config(300, 64, 64, 6, 192, 4, 4), 8, 64, evaluate=False, max_norm=1.0)
     base_request, outcomes = PlanRequest(AdamW(), BackendRates(1e10, 1e10), target=OTHER_TARGET), []
-    limit = PlanSearch(base_request).rough(shape).nbytes * 2 // 3
+    limit = PlanSearch(base_request).rough_draft(shape).nbytes * 2 // 3
     for link, offload in (
         (1e12, MAY_OFFLOAD),
         (1e5, MAY_OFFLOAD),

@@ -107,7 +107,7 @@ def test_a_plan_needs_fewer_bytes():
 def test_a_search_recomputes_less_within_the_same_limit():
     """The type itself is chosen by the settings alone."""
     shape = replace(LARGE, micro_batch_size=8)
-    limit = int(PlanSearch(REQUEST).rough(in_bf16(shape)).nbytes * 1.05)
+    limit = int(PlanSearch(REQUEST).rough_draft(in_bf16(shape)).nbytes * 1.05)
     f32_answer, bf16_answer = (
         find_fastest_shape(candidate, REQUEST.with_limit(limit))
         for candidate in (shape, in_bf16(shape))

@@ -13,7 +13,7 @@ from packtrain.engine.backends import HOST
 from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
 from packtrain.planner import choice_cache, training_plans
-from packtrain.planner.block_extrapolation import even
+from packtrain.planner.block_extrapolation import blocks_match
 from packtrain.planner.checkpointing import RecomputeChoice, uniform_choice
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.plan_request import PlanRequest
@@ -197,7 +197,9 @@ def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
     """The more do, the longer it takes, and the fewer bytes; two whole passes take longer."""
     one_pass_form, *two_pass_forms, full_form = FORMS[0], *TWO_PASS_SHAPES[:3], FORMS[3]
     search = PlanSearch(REQUEST)
-    seconds = [search.rough(form).seconds for form in (one_pass_form, *two_pass_forms, full_form)]
+    seconds = [
+        search.rough_draft(form).seconds for form in (one_pass_form, *two_pass_forms, full_form)
+    ]
     assert all(left < right for left, right in pairwise(seconds))
     recomputing_forms = [
         replace(form, keep=uniform_choice(CONFIG.block_count, ()))
@@ -237,7 +239,7 @@ def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
     search = PlanSearch(REQUEST)
     for form in (*FORMS, *TWO_PASS_SHAPES):
         min_draft = search.smallest_of([form])
-        assert search._at_least(form) <= min_draft.nbytes
+        assert search._min_nbytes(form) <= min_draft.nbytes
 
 
 def graphs_alive() -> int:
@@ -248,7 +250,7 @@ def test_a_search_keeps_no_graph_but_the_last_short_one():
     gc.collect()
     search, before = PlanSearch(REQUEST), graphs_alive()
     search.smallest_draft(SHAPE)
-    fastest_or_smallest(search, SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    fastest_or_smallest(search, SHAPE, int(0.7 * search.rough_draft(SHAPE).nbytes))
     chains = {
         id(chain.block): chain for chain in search._block_chains.values() if chain.block.__dict__
     }
@@ -263,7 +265,7 @@ def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
 
     shape = replace(SHAPE, base=BaseModel((), ("blk.1.ffn_*", "blk.3.ffn_*")))
     search, alive = PlanSearch(REQUEST), list[int]()
-    assert not even(shape)
+    assert not blocks_match(shape)
     gc.collect()
     before = graphs_alive()
     monkeypatch.setattr(training_plans, "build_graph", counting_build)
@@ -277,7 +279,7 @@ def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
 
 def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():
     search = PlanSearch(REQUEST)
-    fastest_or_smallest(search, SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    fastest_or_smallest(search, SHAPE, int(0.7 * search.rough_draft(SHAPE).nbytes))
     for shape in (SHAPE, replace(SHAPE, chunk=16, num_two_pass_blocks=2)):
         search.chain(shape).plan_choice(None)
         search.chain(shape).block.measure(search.chain(shape).block.strategies)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from packtrain.common.errors import InputError
-from packtrain.conversion.calibration.imatrix_file import load_importance
+from packtrain.conversion.calibration.importance_matrix import load_importance
 from packtrain.conversion.hugging_face import convert, open_checkpoint
 from packtrain.conversion.hugging_face.config_translation import describe_checkpoint
 from packtrain.conversion.hugging_face.safetensors import open_file

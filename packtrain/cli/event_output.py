@@ -121,7 +121,4 @@ class TerminalEvents(Events):
         with WorkCounter(self._stream, label, unit) as counter:
             yield counter
 
-    @contextmanager
-    def stopping(self) -> Iterator[Callable[[], bool]]:
-        with stop_on_signals() as stopped:
-            yield stopped
+    stopping = SilentEvents.stopping

@@ -3,7 +3,7 @@
 from packtrain.cli import DONE
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.text import plural
-from packtrain.workflows.importance_matrix import ImatrixSettings, imatrix
+from packtrain.workflows.imatrix_run import ImatrixSettings, imatrix
 
 
 def run(settings: ImatrixSettings) -> int:

@@ -42,12 +42,12 @@ class Heartbeat:
         self.answered: float | None = None  # when the store last answered
         self.beat_thread: threading.Thread | None = None
         self.parent_pid = int(os.environ.get(PARENT_VARIABLE, 0))
-        threading.Thread(target=self._run_watch, daemon=True).start()
+        threading.Thread(target=self._watch_ranks, daemon=True).start()
 
     def start_beating(self, connect: Callable[[], Any]) -> None:
         """Begin to beat and to watch; `connect` makes a new connection to the store."""
         self.answered = self.clock
-        self.beat_thread = threading.Thread(target=self._run_beats, args=(connect(),), daemon=True)
+        self.beat_thread = threading.Thread(target=self._send_beats, args=(connect(),), daemon=True)
         self.beat_thread.start()
 
     def wait_for_loss(self, seconds: float) -> str | None:
@@ -80,7 +80,8 @@ class Heartbeat:
 
     # ---- two threads: one may have to wait for the store, the other never waits
 
-    def _run_beats(self, store: Any) -> None:
+    def _send_beats(self, store: Any) -> None:
+        """Count up this rank's beats in the store, watch those of the rank before, and publish a loss."""
         beat_count, heard_seconds, last_beat = 0, self.clock, b""
         try:
             while not self.stop_event.wait(BEAT_SECONDS):
@@ -99,7 +100,8 @@ class Heartbeat:
         except RuntimeError:
             self._record_loss(f"{self.store_keeper} was lost: its connection has ended; {RESUME}")
 
-    def _run_watch(self) -> None:
+    def _watch_ranks(self) -> None:
+        """Record a lost parent, or a store that is silent; end the process some time after any loss is known."""
         previous_seconds = time.monotonic()
         while self.lost_reason or not self.stop_event.is_set():
             time.sleep(WATCH_SECONDS)

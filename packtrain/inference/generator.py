@@ -214,7 +214,7 @@ class Reply:
         yield text.add(token_stream.flush()) + text.flush()
 
     def _tokens(self) -> Iterator[int]:
-        """Yield tokens until the reply ends for any reason but a stop text, which `__iter__` finds in the text."""
+        """Yield tokens, drafted ones while they equal the chosen ones, until the reply ends, but not for stop texts."""
         pending_tokens = self._generator.reuse_prefix(self.prompt)
         while not self._is_over():
             speed, start_time = self.writing if self.ids else self.reading, time.perf_counter()

@@ -1,7 +1,7 @@
-"""Speculative decoding: tokens are guessed ahead, by a small model or from the text itself, and checked in one run.
+"""Speculative decoding: drafters guess tokens ahead, by a small model or from the text itself; one run checks them.
 
-The text does not change: the model chooses every token as it would alone (Leviathan et al. 2022, arXiv
-2211.17192, where the guess is always a single token; llama.cpp's speculative example).
+generator.Reply accepts guesses up to the first that differs from the token its sampler chain chooses, so the text does
+not change (Leviathan et al. 2022, arXiv 2211.17192, with drafts of one certain token each; llama.cpp's speculative).
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ def num_reached_blocks(shape: StepShape) -> int:
     return shape.config.block_count - passed_over(shape.config, shape.base)
 
 
-def even(shape: StepShape) -> bool:
+def blocks_match(shape: StepShape) -> bool:
     """Whether all blocks that the backward pass reaches train tensors of the same names and shapes.
 
     The first of a mixture's blocks may be dense: a shorter model has it as well.

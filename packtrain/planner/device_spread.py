@@ -54,7 +54,7 @@ class DeviceSpread:
         if not all(device in placed_request.target.every for device in self.devices):
             return False
         searches = ((PlanSearch(placed_request, s), limit) for s, limit in self.limits.items())
-        return all(s.rough(shape).nbytes * (1 + SLACK) <= limit for s, limit in searches)
+        return all(s.rough_draft(shape).nbytes * (1 + SLACK) <= limit for s, limit in searches)
 
     def num_device_blocks(self, shape: StepShape) -> int:
         """Return the number of blocks on devices, plus one if the tensors behind the blocks are there, too."""

@@ -13,7 +13,7 @@ from packtrain.engine.optim import Optimizer
 from packtrain.engine.placement import place
 from packtrain.models.config import Config
 from packtrain.planner import training_plans
-from packtrain.planner.block_extrapolation import even, num_reached_blocks, with_num_blocks
+from packtrain.planner.block_extrapolation import blocks_match, num_reached_blocks, with_num_blocks
 from packtrain.planner.checkpointing import BlockChain, BuiltGraph
 from packtrain.planner.estimate import GraphEstimate, StepEstimate, by_chunk, chain, estimate_graph
 from packtrain.planner.plan_request import CALL_NBYTES, PlanRequest
@@ -53,7 +53,7 @@ class DraftEstimator:
         fresh._before, fresh._short_graphs = self._block_chains, self._short_graphs
         return fresh
 
-    def sizes(self, shape: StepShape) -> StepEstimate:
+    def estimate(self, shape: StepShape) -> StepEstimate:
         if shape not in self._step_estimates:
             self._step_estimates[shape] = self._extrapolated_estimate(shape)
         return self._step_estimates[shape]
@@ -61,13 +61,13 @@ class DraftEstimator:
     def _extrapolated_estimate(self, shape: StepShape) -> StepEstimate:
         """Extrapolate from chains of two and three blocks: growth is linear from there on."""
         extra_blocks = num_reached_blocks(shape) - SAMPLED
-        if extra_blocks <= 0 or not even(shape) or not self.request.target.is_uniform:
-            return self._sizes(shape)
+        if extra_blocks <= 0 or not blocks_match(shape) or not self.request.target.is_uniform:
+            return self._probe(shape)
         if shape.num_two_pass_blocks:
             return self._two_pass_estimate(shape)
         below = training_plans.passed_over(shape.config, shape.base)
-        two, three_blocks = (self._sizes(with_num_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
-        with_unreached = self._sizes(with_num_blocks(shape, SAMPLED, 1)) if below else three_blocks
+        two, three_blocks = (self._probe(with_num_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
+        with_unreached = self._probe(with_num_blocks(shape, SAMPLED, 1)) if below else three_blocks
         triples = zip(two, three_blocks, with_unreached, strict=True)
         return StepEstimate(*(b + extra_blocks * (b - a) + below * (c - b) for a, b, c in triples))
 
@@ -76,8 +76,8 @@ class DraftEstimator:
 
         With everything saved, each such block frees the bytes of its gradients and takes those of its saved values.
         """
-        short, full_sizes = with_num_blocks(shape, SAMPLED), self.sizes(shape.once)
-        samples = [self._sizes(replace(short, num_two_pass_blocks=n)) for n in (0, 1, SAMPLED)]
+        short, full_sizes = with_num_blocks(shape, SAMPLED), self.estimate(shape.once)
+        samples = [self._probe(replace(short, num_two_pass_blocks=n)) for n in (0, 1, SAMPLED)]
         extra_blocks, block_costs = shape.num_two_pass_blocks - 1, self.chain(shape.once).block
         reserve_nbytes = max(block_costs.reserve - block_costs.full_nbytes, 0)
         arena = full_sizes.arena - extra_blocks * reserve_nbytes
@@ -86,7 +86,7 @@ class DraftEstimator:
         totals = StepEstimate(*(w + b - a + block_share * (c - b) for w, a, b, c in quadruples))
         return StepEstimate(totals.leaves, max(arena, full_sizes.other_arena_nbytes), *totals[2:])
 
-    def _sizes(self, shape: StepShape) -> StepEstimate:
+    def _probe(self, shape: StepShape) -> StepEstimate:
         """Estimate the shape from its own graphs, without extrapolating."""
         parts = {name: self._graph(name, shape) for name in training_plans.graph_names(shape)}
         samples, inner_names = self._estimate_samples(shape), (blocks_in(shape), MEASURE)
@@ -147,11 +147,12 @@ class DraftEstimator:
             if earlier_chain is not None:
                 self._block_chains[shape] = earlier_chain.afresh(similar_chain)
             else:
-                options = self.space, similar_chain, int(self.sizes(shape).inside), self._build
+                num_calls = int(self.estimate(shape).block_calls)
+                options = self.space, similar_chain, num_calls, self._build
                 self._block_chains[shape] = chain(shape, self.request, *options)
         return self._block_chains[shape]
 
-    def inside(self, shape: StepShape) -> bool:
+    def has_blocks(self, shape: StepShape) -> bool:
         """Whether blocks compute in this memory space."""
         target = self.request.target
         if target.is_uniform:
@@ -162,18 +163,18 @@ class DraftEstimator:
 
     def may_recompute(self, shape: StepShape) -> bool:
         """Whether the search may choose recomputation, and recomputation saves bytes of this memory space."""
-        return self.request.recompute == "auto" and self.inside(shape)
+        return self.request.recompute == "auto" and self.has_blocks(shape)
 
-    def rough(self, shape: StepShape) -> PlanDraft:
+    def rough_draft(self, shape: StepShape) -> PlanDraft:
         """Return a draft without recomputation, from estimates alone."""
-        estimate = self.sizes(shape)
+        estimate = self.estimate(shape)
         arena = max(estimate.arena, estimate.other_arena_nbytes)
         nbytes = self._nbytes(shape, estimate, 0) + self._allocated_nbytes(estimate, int(arena))
         return PlanDraft(shape, nbytes, estimate.seconds)
 
     def draft(self, shape: StepShape) -> PlanDraft:
         """Return a draft with the shape's recomputation, whose graph of all blocks is built and measured."""
-        estimate, planned_choice = self.sizes(shape), self.chain(shape).plan_choice(shape.keep)
+        estimate, planned_choice = self.estimate(shape), self.chain(shape).plan_choice(shape.keep)
         seconds = estimate.seconds + repeats(shape) * planned_choice.seconds
         arena_nbytes = max(planned_choice.arena, int(estimate.other_arena_nbytes))
         nbytes = self._nbytes(shape, estimate, shape.num_passes * planned_choice.calls)

@@ -45,7 +45,7 @@ class StepEstimate(NamedTuple):
     """Measurements of a step without recomputation: bytes of leaves, arenas and kernels, calls, seconds.
 
     arena   the arena of the graph with the blocks; `other_arena_nbytes`: the largest of the other graphs
-    calls   calls of all graphs; `inside`: of the graph with the blocks
+    calls   calls of all graphs; `block_calls`: of the graph with the blocks
     pool    bytes that kernels take beside their workspaces
     """
 
@@ -53,7 +53,7 @@ class StepEstimate(NamedTuple):
     arena: float
     other_arena_nbytes: float
     calls: float
-    inside: float
+    block_calls: float
     seconds: float
     pool: float
 

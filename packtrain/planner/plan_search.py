@@ -4,16 +4,15 @@ find_fastest_shape returns a SearchResult for a StepShape and a PlanRequest with
 micro-batch and its order through the blocks, recomputation, the loss head's chunk, and blocks that run backward twice.
 
 Worked example: four rows within 100 MiB. Three variants of the step wait in a queue, each with a lower bound of its
-seconds; the least bound comes first. Each visit replaces the bound by a closer one, which takes longer to compute:
+seconds, at first 0; the least bound comes first. Each visit raises the bound by a function that takes longer:
 
-    variant                   seconds that  seconds of a step,     seconds by the    plan that
-                              repeats add   least recomputation    chain solver      was built
-    A  1 micro-batch of 4     inf (it needs 120 MiB)
-    B  2 micro-batches of 2   0.0           1.10                   1.15              1.20 s, 98 MiB
-    C  4 micro-batches of 1   0.0           1.30
+    variant                   _repeat_bound  _step_bound  _solver_bound  draft that was built
+    A  1 micro-batch of 4     inf: 120 MiB
+    B  2 micro-batches of 2   0.0            1.10         1.15           1.20 s, 98 MiB
+    C  4 micro-batches of 1   0.0            1.30
 
-    Bounds of 0 leave the queue first, then B with 1.10 and 1.15: B is built and becomes the best draft. C is next with
-    1.30, no less than the 1.20 s of B, so the search ends, and C is neither solved nor built.
+    _repeat_bound rejects A, and leaves 0 to B and C, where no block runs twice. _step_bound puts B before C; B is
+    solved, built, and the best draft, with 1.20 s. C is next, but with 1.30 s, so the search ends and never builds C.
 """
 
 import math
@@ -25,7 +24,7 @@ from heapq import heapify, heappop, heappush
 from packtrain.engine.backends import HOST
 from packtrain.engine.optim import Optimizer, leaner_optimizers
 from packtrain.planner import checkpointing
-from packtrain.planner.block_extrapolation import even, num_reached_blocks
+from packtrain.planner.block_extrapolation import blocks_match, num_reached_blocks
 from packtrain.planner.checkpointing import ALWAYS_OFFLOAD, NEVER_OFFLOAD, uniform_choice
 from packtrain.planner.drafts import DraftEstimator, PlanDraft, repeats
 from packtrain.planner.plan_request import PlanRequest
@@ -106,7 +105,7 @@ class PlanSearch(DraftEstimator):
         may_repeat = self.request.target.space == HOST or self.request.offload_mode == NEVER_OFFLOAD
         forms = [v for v in candidates(shape, fixed) if may_repeat or not v.num_two_pass_blocks]
         queue = [(0.0, index, 0) for index in range(len(forms))]
-        bound_functions = self._repeat_seconds_bound, self._step_seconds_bound, self._takes_by_ways
+        bound_functions = self._repeat_bound, self._step_bound, self._solver_bound
         while queue:
             seconds, index, level = heappop(queue)
             max_seconds = math.inf if best_draft is None else best_draft.seconds
@@ -119,38 +118,38 @@ class PlanSearch(DraftEstimator):
                 best_draft = self._by_chunk(forms[index], limit, max_seconds, fixed) or best_draft
         return best_draft
 
-    def _repeat_seconds_bound(self, variant: StepShape, limit: int) -> float:
-        """Return the least seconds of a step with blocks that run twice, estimated from a pass; inf if nothing fits."""
-        if self._at_least(replace(variant, chunk=min(CHUNK_SIZES))) > limit * (1 + SLACK):
+    def _repeat_bound(self, variant: StepShape, limit: int) -> float:
+        """Return a lower bound of a step's seconds if blocks run twice, else 0; inf if no recomputation fits."""
+        if self._min_nbytes(replace(variant, chunk=min(CHUNK_SIZES))) > limit * (1 + SLACK):
             return math.inf
         n = 2 * num_reached_blocks(variant) if variant.two_passes else variant.num_two_pass_blocks
         if not n:
             return 0.0
         single = variant.once
-        return self.sizes(single).seconds + n * self.chain(single).block.forward_seconds
+        return self.estimate(single).seconds + n * self.chain(single).block.forward_seconds
 
-    def _step_seconds_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds from the cheapest recomputation by byte; inf if nothing fits."""
-        estimate, min_chunk = self.sizes(variant), replace(variant, chunk=min(CHUNK_SIZES))
+    def _step_bound(self, variant: StepShape, limit: int) -> float:
+        """Return a lower bound of a step's seconds, with the values cheapest per byte recomputed; inf if none fits."""
+        estimate, min_chunk = self.estimate(variant), replace(variant, chunk=min(CHUNK_SIZES))
         # graphs without gradients have a loss head, too
-        outer_nbytes = self.sizes(min_chunk).other_arena_nbytes
+        outer_nbytes = self.estimate(min_chunk).other_arena_nbytes
         if self._nbytes(variant, estimate, 0) + outer_nbytes * (1 - SLACK) > limit:
             return math.inf
         if not self.may_recompute(variant):
             return estimate.seconds
-        excess_nbytes = self.rough(min_chunk).nbytes - limit
+        excess_nbytes = self.rough_draft(min_chunk).nbytes - limit
         return estimate.seconds + repeats(variant) * self.chain(variant).min_seconds(excess_nbytes)
 
-    def _takes_by_ways(self, variant: StepShape, limit: int) -> float:
+    def _solver_bound(self, variant: StepShape, limit: int) -> float:
         """Return a lower bound of a step's seconds from the chain solver, over all chunks; 0 without recomputation."""
         if not self.may_recompute(variant):
             return 0.0
-        return min(self._takes_with(replace(variant, chunk=chunk), limit) for chunk in CHUNK_SIZES)
+        return min(self._chunk_bound(replace(variant, chunk=chunk), limit) for chunk in CHUNK_SIZES)
 
-    def _takes_with(self, shape: StepShape, limit: int) -> float:
+    def _chunk_bound(self, shape: StepShape, limit: int) -> float:
         """Return a lower bound of a step's seconds for the shape with its chunk, from the chain solver."""
-        seconds = self.sizes(shape).seconds
-        if self.rough(shape).nbytes <= limit * (1 + MIN_SAVING_SHARE):
+        seconds = self.estimate(shape).seconds
+        if self.rough_draft(shape).nbytes <= limit * (1 + MIN_SAVING_SHARE):
             return seconds
         remaining_nbytes = int(self._remaining_nbytes(shape, limit) * (1 + SLACK))
         return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
@@ -158,12 +157,12 @@ class PlanSearch(DraftEstimator):
     def _by_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> PlanDraft | None:
         """Return the fastest draft over the loss head's chunks if a step takes less than `below` seconds, else None."""
         best_draft, head_nbytes = None, math.inf
-        run_nbytes = self._at_least(form) - self.request.baseline_in(self.space)
+        run_nbytes = self._min_nbytes(form) - self.request.baseline_in(self.space)
         min_saving = MIN_SAVING_SHARE * run_nbytes  # independent of the limit
         for chunk in (form.chunk,) if fixed else CHUNK_SIZES:
             variant = replace(form, chunk=chunk)
-            estimate = self.sizes(variant)
-            work = self.chain(variant).head_work if self.inside(variant) else int(estimate.arena)
+            estimate, has_blocks = self.estimate(variant), self.has_blocks(variant)
+            work = self.chain(variant).head_work if has_blocks else int(estimate.arena)
             work += int(estimate.pool)
             if work > head_nbytes - min_saving:
                 continue
@@ -179,7 +178,7 @@ class PlanSearch(DraftEstimator):
 
         below  seconds of a step that another draft already reaches
         """
-        seconds, full_draft = self.sizes(shape).seconds, self._requested_draft(shape, limit)
+        seconds, full_draft = self.estimate(shape).seconds, self._requested_draft(shape, limit)
         if full_draft is not None or not self.may_recompute(shape) or seconds >= below:
             return full_draft
         left = self._remaining_nbytes(shape, limit)
@@ -190,7 +189,7 @@ class PlanSearch(DraftEstimator):
             built_draft = self.draft(replace(shape, keep=candidate.choice))
             if self._fits(built_draft, limit):
                 return built_draft
-            excess = built_draft.nbytes - limit
+            excess = built_draft.nbytes - limit  # 0 or less: another limit was exceeded
             left = left - excess if excess > 0 else min(left, candidate.nbytes) * 7 // 8
         return None
 
@@ -202,18 +201,18 @@ class PlanSearch(DraftEstimator):
     def _requested_draft(self, shape: StepShape, limit: int) -> PlanDraft | None:
         """Return the draft with the requested recomputation; None if the draft exceeds the limit."""
         is_free = self.request.recompute == "auto" and self.request.offload_mode != ALWAYS_OFFLOAD
-        if is_free and self.rough(shape).nbytes > limit * (1 + MIN_SAVING_SHARE):
+        if is_free and self.rough_draft(shape).nbytes > limit * (1 + MIN_SAVING_SHARE):
             return None
         built_draft = self.draft(self.with_requested_recompute(shape))
         return built_draft if self._fits(built_draft, limit) else None
 
     def _remaining_nbytes(self, shape: StepShape, limit: int) -> int:
         """Return the bytes left for the arena and calls of the graph with the blocks; 0 if another arena is larger."""
-        estimate = self.sizes(shape)
+        estimate = self.estimate(shape)
         remaining_nbytes = limit - self._nbytes(shape, estimate, 0)
         if remaining_nbytes < estimate.other_arena_nbytes:
             return 0
-        return remaining_nbytes + int(self.chain(shape).call_nbytes * estimate.inside)
+        return remaining_nbytes + int(self.chain(shape).call_nbytes * estimate.block_calls)
 
     def with_requested_recompute(self, shape: StepShape) -> StepShape:
         """Return the shape with the recomputation that the request names; `auto` recomputes nothing here."""
@@ -235,7 +234,7 @@ class PlanSearch(DraftEstimator):
         must_offload = self.request.offload_mode == ALWAYS_OFFLOAD
         if not num_blocks or not self.may_recompute(shape) or must_offload:
             return requested
-        full = self.rough(shape)
+        full = self.rough_draft(shape)
         free_seconds = FREE * full.seconds
         kept_places = self.chain(shape).block.free(free_seconds / (num_blocks * repeats(shape)))
         leaner = self.draft(replace(shape, keep=uniform_choice(num_blocks, kept_places)))
@@ -249,7 +248,7 @@ class PlanSearch(DraftEstimator):
 
         Estimates come from chains of equal blocks. Where blocks differ, lower limits are tried until nothing fits.
         """
-        if even(shape):
+        if blocks_match(shape):
             return self._or_recompute_all(self.smallest_of(extreme_shapes(shape, fixed)))
         fresh = self.with_fresh_chains()
         best_draft = fresh.smallest_of(extreme_shapes(shape, fixed))
@@ -268,7 +267,7 @@ class PlanSearch(DraftEstimator):
     def smallest_of(self, shapes: Iterable[StepShape]) -> PlanDraft:
         """Return the draft of the fewest bytes among the shapes; builds only shapes whose estimates come close."""
         best: PlanDraft | None = None
-        queue = [(self._at_least(s), False, at, s) for at, s in enumerate(shapes)]
+        queue = [(self._min_nbytes(s), False, at, s) for at, s in enumerate(shapes)]
         heapify(queue)
         while queue:
             nbytes, is_estimated, index, shape = heappop(queue)
@@ -283,11 +282,11 @@ class PlanSearch(DraftEstimator):
         assert best is not None
         return best
 
-    def _at_least(self, shape: StepShape) -> int:
+    def _min_nbytes(self, shape: StepShape) -> int:
         """Return a lower bound of the shape's bytes with any recomputation; two passes are estimated from one."""
         single_pass = shape.once
-        estimate, arena = self.sizes(single_pass), 0
-        if self.inside(single_pass):
+        estimate, arena = self.estimate(single_pass), 0
+        if self.has_blocks(single_pass):
             arena = self.chain(single_pass).floor(not shape.two_passes, shape.num_two_pass_blocks)
         return self._nbytes(single_pass, estimate, 0) + max(arena, int(estimate.other_arena_nbytes))
 
@@ -296,16 +295,17 @@ class PlanSearch(DraftEstimator):
         if not self.may_recompute(shape):
             requested_draft = self.draft(self.with_requested_recompute(shape))
             return [(requested_draft.nbytes, requested_draft.shape)]
-        estimate, fewest = self.sizes(shape), self.chain(shape).smallest_choice
-        inner = fewest.nbytes - int(self.chain(shape).call_nbytes * estimate.inside)
+        estimate, fewest = self.estimate(shape), self.chain(shape).smallest_choice
+        inner = fewest.nbytes - int(self.chain(shape).call_nbytes * estimate.block_calls)
         min_nbytes = self._nbytes(shape, estimate, 0) + max(inner, int(estimate.other_arena_nbytes))
-        return [(self.rough(shape).nbytes, shape), (min_nbytes, replace(shape, keep=fewest.choice))]
+        smallest_shape = replace(shape, keep=fewest.choice)
+        return [(self.rough_draft(shape).nbytes, shape), (min_nbytes, smallest_shape)]
 
     def suggest_change(self, shape: StepShape) -> str:
         """Return advice for the user: the first change of settings (context, optimizer, model) that would fit."""
         shape, limit = replace(shape, keep=None), self.limit
         contexts = [shape.seq_len >> halved for halved in range(1, shape.seq_len.bit_length() - 1)]
-        if self._nbytes(replace(shape, seq_len=2), self.sizes(shape), 0) > limit:
+        if self._nbytes(replace(shape, seq_len=2), self.estimate(shape), 0) > limit:
             contexts = []  # a shorter context shrinks only the arena
         at = bisect_left(
             contexts, True, key=lambda n: self._could_fit(replace(shape, seq_len=n), limit)
@@ -314,11 +314,11 @@ class PlanSearch(DraftEstimator):
             return f"it would fit with --ctx {contexts[at]}"
         for leaner_optimizer in leaner_optimizers(self.request.optimizer):
             changed_shape = replace(shape, num_evaluations=leaner_optimizer.evaluations)
-            if self._with(leaner_optimizer, shape)._could_fit(changed_shape, limit):
+            if self._with_optimizer(leaner_optimizer, shape)._could_fit(changed_shape, limit):
                 return f"it would fit with --optimizer {leaner_optimizer.name}, which {leaner_optimizer.note}"
         return f"no shorter context fits either: {_smaller_model_advice(shape)}"
 
-    def _with(self, optimizer: Optimizer, shape: StepShape) -> "PlanSearch":
+    def _with_optimizer(self, optimizer: Optimizer, shape: StepShape) -> "PlanSearch":
         """Return a search for another optimizer that shares all measurements that do not depend on the optimizer."""
         graphs, chains = self._graphs.items(), self._block_chains.items()
         search = PlanSearch(self.request.with_optimizer(optimizer, shape), self.space)
@@ -329,7 +329,7 @@ class PlanSearch(DraftEstimator):
 
     def _could_fit(self, shape: StepShape, limit: int) -> bool:
         """Whether a plan of the shape fits; builds the plan only where the estimate is within SLACK of the limit."""
-        if self._at_least(shape) > limit * (1 + SLACK):
+        if self._min_nbytes(shape) > limit * (1 + SLACK):
             return False
         min_nbytes = min(nbytes for nbytes, _ in self._estimated_shapes(shape))
         if abs(min_nbytes - limit) > limit * SLACK:

@@ -1,4 +1,4 @@
-"""Predicts how long a step of several processes takes: what they exchange, and when each part of it can leave.
+"""Predicts the seconds of a step of several processes: which gradients they exchange, and when each can be sent.
 
 An exchange has two rounds, not the 2 (k - 1) of a ring, whose latencies would be five times as long at 1,024 ranks.
 Ranks that wait for each other's busy cores are not in the model.
@@ -86,7 +86,7 @@ def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tu
         if step.op.name == "reduce_scatter":
             send_seconds = transfer_seconds(step.reads[1].spec.size, ranks, rates, link) / 2
             free_time, busy = max(free_time, elapsed) + send_seconds, busy + send_seconds
-        elif step.op.name == "arrive" and free_time > elapsed:
+        elif step.op.name == "wait_for_sums" and free_time > elapsed:
             elapsed, stalled_seconds = free_time, stalled_seconds + free_time - elapsed
     return busy, stalled_seconds
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packtrain.planner.block_extrapolation import even, num_reached_blocks
+from packtrain.planner.block_extrapolation import blocks_match, num_reached_blocks
 from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
 
 CHUNK_SIZES = (DEFAULT_CHUNK, 64, 16)
@@ -26,7 +26,7 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
             form = replace(once, micro_batch_size=rows, num_micro_batches=count, layered=is_layered)
             yield form
             if clips_norm and (is_layered or count == 1):
-                num_counts = NUM_TWO_PASS_COUNTS if even(shape) else NUM_UNEVEN_COUNTS
+                num_counts = NUM_TWO_PASS_COUNTS if blocks_match(shape) else NUM_UNEVEN_COUNTS
                 for n in spaced_counts(num_reached_blocks(shape), num_counts):
                     yield replace(form, num_two_pass_blocks=n)
                 yield replace(form, two_passes=True)

@@ -270,7 +270,7 @@ def _step_graph_names(shape: StepShape) -> tuple[str, ...]:
 
 
 def blocks_in(shape: StepShape) -> str:
-    """Return the name of a step's graph whose blocks are recomputed to save memory; a first pass recomputes as much."""
+    """Return the name of the step's graph for which recomputation is chosen; a first pass uses it, too."""
     return next(name for name in (MICRO, APPLY, STEP) if name in _step_graph_names(shape))
 
 

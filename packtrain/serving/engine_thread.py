@@ -53,9 +53,9 @@ class ServingEngine:
         self.slots = [Slot(slot_index) for slot_index in range(context.pools.sequences)]
         for slot, drafter in zip(self.slots, drafters, strict=False):
             slot.drafter = drafter
-        self._draft_max = draft_max
+        self._draft_max, self._use_context_shift = draft_max, use_context_shift
         self._tokenizer, self._max_waiting, self._similar = tokenizer, max_waiting, min_similarity
-        self._use_context_shift, self.on_run_end = use_context_shift, _no_action
+        self.on_run_end: Callable[[], None] = lambda: None
         self._chunk_tokens = max(chunk, len(self.slots) + 1)
         self._queue, self._pending_calls = deque[JobTicket](), deque[Callable[[], None]]()
         self._condition, self._is_closing, self._cancels_all = threading.Condition(), False, False
@@ -384,10 +384,6 @@ class ServingEngine:
             return
         last_slot.answer.is_paused, last_slot.answer.left = True, [*last_slot.answer.text_ids]
         self.context.remove(last_slot.index)
-
-
-def _no_action() -> None:
-    """Do nothing: the default of `on_run_end`."""
 
 
 def common_prefix_length(cached_ids: Sequence[int], token_ids: Sequence[int]) -> int:

@@ -99,7 +99,7 @@ def previous_path(path: Path) -> Path:
 def save(
     path: Path, progress: TrainingProgress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Write a checkpoint of leaves by name and keep the previous one. `about` is any JSON. Raises OSError."""
+    """Write a checkpoint of leaves by name, synced to disk; keep the previous one. `about` is JSON. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),

@@ -49,7 +49,7 @@ def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: i
 
     examples, num_rows  of the training data; several short examples share a row
     """
-    if settings.lr is None and settings.optimizer != "lbfgs" and not is_legacy_run(settings):
+    if settings.lr is None and settings.optimizer != "lbfgs" and not resumes_run(settings):
         settings = replace(settings, lr=default_rate(settings, width))
     num_epochs = _default_epochs(settings, examples)
     if not settings.batch_size:
@@ -62,8 +62,8 @@ def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: i
     return settings
 
 
-def is_legacy_run(settings: TuneSettings) -> bool:
-    """Return whether a run resumes a folder, where `settings.default_rate` replaces a rate that the folder lacks."""
+def resumes_run(settings: TuneSettings) -> bool:
+    """Return whether the run continues that of its folder, so that new defaults do not apply."""
     return settings.resume and not settings.overwrite and (settings.folder / "run.yaml").exists()
 
 
@@ -82,15 +82,15 @@ def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedS
     if settings.replay is not None:
         return settings.replay
     # where whole texts are learned, the data is to shape everything that the model writes
-    use_default = not samples.weights.all() and not is_legacy_run(settings)
+    use_default = not samples.weights.all() and not resumes_run(settings)
     return REPLAY_TEXTS if use_default and not any(reasons.values()) else 0
 
 
 def with_saved_choices(settings: TuneSettings) -> TuneSettings:
     """Return the settings of a resumed run, with open ones taken from its run.yaml. Raises InputError."""
-    path = settings.folder / "run.yaml"
-    if not settings.resume or settings.overwrite or not path.exists():
+    if not resumes_run(settings):
         return settings
+    path = settings.folder / "run.yaml"
     saved_settings: dict[str, Any] = {**LEGACY_DEFAULTS}
     saved_settings |= {k: v for k, v in read_yaml(TuneSettings, path).items() if v is not None}
     missing = {name for name in OPEN if not getattr(settings, name) and name in saved_settings}

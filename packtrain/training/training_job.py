@@ -111,7 +111,7 @@ class TrainingJob:
         return micro_batches
 
     def first_batches(self) -> list[Batch]:
-        """Return the first micro-batches of step 1, at most GLIMPSE_POSITIONS: the requested batch may be too large."""
+        """Return the first micro-batches of step 1, at most GLIMPSE_POSITIONS, to measure the data before planning."""
         num_rows = GLIMPSE_POSITIONS // self.shape.seq_len
         count = min(num_rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
         return [micro_batch for i in range(count) for micro_batch in self._parts(self.train[i])]
@@ -370,7 +370,7 @@ def check_precision(precision: str, device: str) -> None:
     """Raise InputError for a precision that the device lacks, or that gains nothing there."""
     if precision == "bf16x3" and device != "cpu" and not device.startswith("cuda"):
         raise InputError(
-            f"--precision bf16x3: not faster than f32 on {device}, but on CPUs with AMX and on cuda; leave it out"
+            f"--precision bf16x3: faster than f32 only on CPUs with AMX and on cuda, not on {device}; leave it out"
         )
     if device == "cpu" and not supports_precision(precision):
         missing_feature = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"

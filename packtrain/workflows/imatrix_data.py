@@ -7,7 +7,7 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.text import plural
-from packtrain.conversion.calibration.imatrix_file import ImportanceMatrix, load_importance
+from packtrain.conversion.calibration.importance_matrix import ImportanceMatrix, load_importance
 from packtrain.gguf import GGUF, MetadataValue
 from packtrain.models.quant_recipe import is_quantizable
 from packtrain.workflows.quantization import QuantizeSettings

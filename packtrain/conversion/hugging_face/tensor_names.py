@@ -175,7 +175,7 @@ class _Sources:
             )
         return replace(stored_tensor, shape=shape) if stored_tensor.shape == wide else stored_tensor
 
-    def check_empty(self) -> None:
+    def check_all_used(self) -> None:
         left = {n: stored for n, stored in self.tensors.items() if not _is_zero_bias(n, stored)}
         if left:
             stored_tensor = next(iter(left.values()))
@@ -212,7 +212,7 @@ def convert_tensors(
     norm = f"{names.prefix}{names.norm}"
     tensors += _both(sources, norm, config.traits.last_norm, (width,), config, family.norm_shift)
     tensors += _head_tensors(sources, embedding, config)
-    sources.check_empty()
+    sources.check_all_used()
     changes = family.changes(checkpoint.config, config)
     return [replace(tensor, change_rows=changes.get(_part_name(tensor.name))) for tensor in tensors]
 

@@ -65,7 +65,7 @@ class RenderedConversation:
     spans: list[tuple[int, int]]
 
     @property
-    def parts(self) -> list[str]:
+    def trained_texts(self) -> list[str]:
         return [self.text[start:end] for start, end in self.spans]
 
 
@@ -191,7 +191,7 @@ class ConversationRenderer:
 
     def _count_notes(self, message: Message, turn: RenderedConversation) -> None:
         """Count what is unexpected in a turn's generation blocks."""
-        reply = "".join(turn.parts)
+        reply = "".join(turn.trained_texts)
         thought = message.get(self._thought_field) or ""
         is_changed = any(words.strip() not in reply for words in (message["content"], thought))
         self.notes[BLOCKS_NOTE if reply else BLOCKLESS_NOTE] += 1
@@ -315,8 +315,8 @@ class ConversationRenderer:
 
 def _first_block(prompt: RenderedConversation, text: RenderedConversation) -> int:
     """Return the index of an answer's first block: that after the blocks which its prompt has, too."""
-    pairs = enumerate(zip(prompt.parts, text.parts, strict=False))
-    num_parts = min(len(prompt.parts), len(text.parts))
+    pairs = enumerate(zip(prompt.trained_texts, text.trained_texts, strict=False))
+    num_parts = min(len(prompt.trained_texts), len(text.trained_texts))
     first = next((k for k, (a, b) in pairs if a != b), num_parts)
     # a prompt may have a block at its end that the answer's text does not have
     if prompt.spans[first:] and not text.text.startswith(prompt.text[: prompt.spans[first][0]]):

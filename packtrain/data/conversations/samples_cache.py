@@ -82,10 +82,10 @@ def read_dataset(
     valid = read_samples(folder, VALID, vocab_size) if has_valid else None
     current_names = dict(zip(metadata.get("names", ()), file_names, strict=False))
 
-    def rename_files(texts: Sequence[str]) -> tuple[str, ...]:
+    def with_current_names(texts: Sequence[str]) -> tuple[str, ...]:
         split = (text.partition(": ") for text in texts)
         return tuple(f"{current_names.get(f, f)}{colon}{rest}" for f, colon, rest in split)
 
-    notes, locations = rename_files(metadata["notes"]), rename_files(metadata["places"])
+    notes, locations = with_current_names(metadata["notes"]), with_current_names(metadata["places"])
     eog_ids = frozenset(metadata["ends"])
     return SampleDataset(train, valid, folder.name, notes, metadata["template"], eog_ids, locations)

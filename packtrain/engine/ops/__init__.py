@@ -41,7 +41,7 @@ from packtrain.engine.ops.stored_values import matmul_stored, stored_sum
 from packtrain.engine.ops.unary_functions import (
     abs, clamp, cos, elu, erf, gelu, gelu_erf, gelu_quick, leaky_relu, sgn, sin, softplus,
 )  # fmt: skip
-from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares
+from packtrain.engine.ops.gradient_clipping import accumulate, clip_gate, sum_squares
 from packtrain.engine.ops.windows import im2col, im2col_back
 
 __all__ = [

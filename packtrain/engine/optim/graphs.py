@@ -11,7 +11,7 @@ from packtrain.engine import ops
 from packtrain.engine.autodiff import Keep, differentiate, differentiate_twice
 from packtrain.engine.graph import Graph
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs
-from packtrain.engine.optim.over_ranks import all_reduce, arrive, reduce_scatter
+from packtrain.engine.optim.over_ranks import all_reduce, reduce_scatter, wait_for_sums
 from packtrain.engine.optim.parts import RankShare, local_gradient_sum, local_parts
 from packtrain.engine.tensor import GraphError, Tensor, input, named, state
 
@@ -96,7 +96,7 @@ def accumulation_graph(
     fresh, handles, pending_sums = input("fresh", ()), list[Tensor](), list[Pair]()
 
     def finish_pending() -> None:
-        handles.extend(arrive(*pending_sum) for pending_sum in pending_sums)
+        handles.extend(wait_for_sums(*pending_sum) for pending_sum in pending_sums)
         pending_sums.clear()
 
     def add_gradient(w: Tensor, g: Tensor) -> None:

@@ -19,7 +19,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: RankShare) -> Spec:
     """Begin to add up a gradient over ranks into this rank's part: total = part if fresh else total + part.
 
-    The exchange runs beside other calls; only after `arrive` is total complete, and g free.
+    The exchange runs beside other calls; only after `wait_for_sums` is total complete, and g free.
 
         total  (...)  f32   the numbers of g that `rank_slice` gives this rank
         g      (...)  f32
@@ -63,28 +63,28 @@ def reduce_scatter_samples():
 
 
 @op(writes=(0,))
-def arrive(total: Tensor, g: Tensor) -> Spec:
-    """Wait for all sums that ranks began; g (...) f32 must live until then, total stays as it is."""
+def wait_for_sums(total: Tensor, g: Tensor) -> Spec:
+    """Wait until all sums over ranks are complete; g (...) f32 must live until then, total stays as it is."""
     return total.spec
 
 
-@arrive.kernel("numpy")
-def arrive_numpy(out, total, g):
+@wait_for_sums.kernel("numpy")
+def wait_for_sums_numpy(out, total, g):
     pass
 
 
-@arrive.kernel("cpu")
-def arrive_cpu(out, total, g):
+@wait_for_sums.kernel("cpu")
+def wait_for_sums_cpu(out, total, g):
     current_world().wait_for_transfers()
 
 
-@arrive.kernel("torch")
-def arrive_torch(out, total, g):
+@wait_for_sums.kernel("torch")
+def wait_for_sums_torch(out, total, g):
     if on_host(total):
         current_world().wait_for_transfers()
 
 
-arrive.samples(lambda: [arrive(state("total", (5,)), input("g", (8,)))])
+wait_for_sums.samples(lambda: [wait_for_sums(state("total", (5,)), input("g", (8,)))])
 
 
 @op()

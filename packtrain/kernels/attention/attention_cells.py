@@ -22,7 +22,7 @@ from packtrain.kernels.simd.register_tiles import columns_product, on_stack, row
 from packtrain.kernels.simd.simd_f32 import (
     INFINITY, LANES, address, fma, keep_first, largest, load_part, peek, poke, scratch, splat, store, store_part, total,
 )  # fmt: skip
-from packtrain.kernels.simd.vectors import copy
+from packtrain.kernels.simd.f32_ranges import copy
 
 MIN_PARALLEL_PRODUCTS = 1 << 13  # products below which a parallel region costs more than it saves
 MAX_SINGLE_QUERIES = 16  # up to this many queries go one at a time

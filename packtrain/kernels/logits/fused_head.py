@@ -16,7 +16,7 @@ from packtrain.kernels.runtime.kernel_types import Tuple, bytes2, f32, i64, in1
 from packtrain.kernels.simd.simd_f32 import (
     INFINITY, LANES, address, exp, largest, peek, poke, scratch, splat, tanh,
 )  # fmt: skip
-from packtrain.kernels.simd.vectors import add, copy, fill
+from packtrain.kernels.simd.f32_ranges import add, copy, fill
 
 MOST_ROWS = 4096  # most rows of a chunk, whatever the workspace
 MOST_COLUMNS = 2048  # most columns of x: above, too few rows of w fit

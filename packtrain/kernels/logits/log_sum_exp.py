@@ -8,7 +8,7 @@ from packtrain.kernels.simd.simd_f32 import (
     INFINITY, LANES, address, exp, keep_first, largest, load, load_part, maximum, peek, poke, splat, store, store_part,
     tanh, total,
 )  # fmt: skip
-from packtrain.kernels.simd.vectors import add
+from packtrain.kernels.simd.f32_ranges import add
 
 TWO_VECTORS = 2 * LANES
 

@@ -12,7 +12,7 @@ from packtrain.kernels.quant.dequantize import F32
 from packtrain.kernels.runtime.jit import each, each_if_large, each_task, kernel, part, spans
 from packtrain.kernels.runtime.kernel_types import Tuple, f32, i64
 from packtrain.kernels.simd.simd_f32 import LANES, address, peek, poke, scratch
-from packtrain.kernels.simd.vectors import add, copy, fill
+from packtrain.kernels.simd.f32_ranges import add, copy, fill
 
 MOST_COLUMNS, MIN_COLUMNS = 288, 64  # of logits in a slice, which stays in the L2 cache
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace

@@ -11,7 +11,7 @@ from packtrain.kernels.runtime.kernel_types import f32, i64
 from packtrain.kernels.simd.simd_f32 import (
     LANES, address, load_part, peek, poke, scratch, splat, store, store_part,
 )  # fmt: skip
-from packtrain.kernels.simd.vectors import sum_rows
+from packtrain.kernels.simd.f32_ranges import sum_rows
 
 TASK = 1 << 20  # multiply-adds
 SIDE = 256  # windows at a time for the gradient of the filters, by PANEL values of a window

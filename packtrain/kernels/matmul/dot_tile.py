@@ -1,14 +1,22 @@
-"""Emit dot products of rows of weights with rows of integers, 32 of which have a step, in registers.
+"""Emit tiles of dot products: rows of quantized weights times rows of activations that were rounded to integers.
 
-Integers are the sum of `planes` signed bytes, the first times the largest power of 256. Weights are taken a chunk at a
-time, four blocks of 32 or one of 256, in groups with a scale each; `codes` of a type gives 64 of its codes, some of
-each group, `scales` its scales. As many integers make a line: by plane, in the order of the codes; by lane of a sum the
-steps; and what products with codes have too much, i32, or for types with offsets, by lane of the scales, the steps
-times the sums of integers of the groups whose offsets stand there.
+A chunk of a row of weights is four blocks of 32 or one of 256: groups of codes, each with a scale. `codes` of a type
+returns vectors of 64 codes, each with equally many codes of every group; `scales` returns the scales. A line has the
+integers for a chunk in the order of the codes, then steps and corrections. With several planes an integer is a sum of
+signed bytes, one of each plane, and the first counts the largest power of 256.
 
-A block of 256 needs one conversion and one scale, because eight or four codes of every group share a vector: scaling
-each 128 took 1.25 (24 bits) to 1.5 times as long (8 bits). Multiply-adds alone need 17 cycles for 256 Q4_K products and
-a row with 24 bits, the tile takes 20; with 8 bits 7 and 10.
+Worked example, with vectors of 4 codes, sums of pairs, one plane, and weights scale * (code - 8):
+
+                group A, in lane 0              group B, in lane 1
+    codes       9 7 10 8, scale 0.5             8 9 6 8, scale 2                vectors [9 7 | 8 9], [10 8 | 6 8]
+    integers    3 1 2 4, step 0.1               5 3 1 0, step 0.2               vectors [3 1 | 5 3], [2 4 | 1 0]
+    sums        9 3 + 7 1 + 10 2 + 8 4 = 86     8 5 + 9 3 + 6 1 + 8 0 = 73
+    corrected   86 - 8 (3 + 1 + 2 + 4) = 6      73 - 8 (5 + 3 + 1 + 0) = 1      the line has -80 and -72
+    scaled      6 (0.5 0.1) = 0.3               1 (2 0.2) = 0.4                 added to f32 sums, here y = 0.7
+
+For weights scale * code + offset, lines have step * (sum of integers) by the lane of each offset that `scales` returns.
+As a vector has codes of all groups, a block of 256 is converted and scaled once: scaling each 128 took 1.25 (24 bits)
+or 1.5 times as long (8 bits). 256 Q4_K products of a row take 20 or 10 cycles, multiply-adds alone 17 or 7.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Multiply f32 matrices on one thread: pack both operands, then run generated register tiles of multiply-adds.
 
-Every element of c adds up blocks of k, each in ascending k; the blocks depend on k alone.
+An element of c is a sum of sums over blocks of k, each in ascending k; how k is cut into blocks depends on k alone.
 
 Worked example, with tiles of 2 rows and 1 vector of 2 lanes: a = [[1, 2], [3, 4], [5, 6]], b = [[1, 0], [2, 1]].
 
@@ -12,7 +12,7 @@ Worked example, with tiles of 2 rows and 1 vector of 2 lanes: a = [[1, 2], [3, 4
     tile 1     s0 = 5 [1 0] + 6 [2 1] = [17 6]; its second row is not written
     c          [[5, 2], [11, 4], [17, 6]]
 
-Loops over rows and vectors exist only while code is generated: `emit_k_step` emits one k, `emit_sums` the loop over k
+Python loops over the rows and vectors of a tile unroll its code: `emit_k_step` emits one k, `emit_sums` the loop over k
 with a prefetch, `emit_write` a masked store. ROWS x WIDE sums, WIDE vectors of b and a value of a fit in registers.
 """
 
@@ -63,7 +63,7 @@ def emit_add(builder, is_bf16, a, b, sum_vector):
 
 
 def emit_k_step(builder, layout, width, a_ptr, b_ptr, sums):
-    """Emit one place of k: ROWS values at `a_ptr` times `width` vectors at `b_ptr` are added to the sums."""
+    """Emit one k: ROWS values at `a_ptr` times `width` vectors at `b_ptr`, added to the sums; return the new sums."""
     column_ptrs = [builder.add(b_ptr, I64(64 * w)) for w in range(width)]
     for column_ptr in column_ptrs if layout == PAIRED or not HAS_LARGE_L2 else ():
         panels.emit_prefetch(builder, builder.add(column_ptr, I64(PREFETCH_NBYTES)))

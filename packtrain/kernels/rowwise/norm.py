@@ -7,7 +7,7 @@ from packtrain.kernels.runtime.kernel_types import f32
 from packtrain.kernels.simd.simd_f32 import (
     LANES, address, fma, keep_first, load_part, splat, store_part, total,
 )  # fmt: skip
-from packtrain.kernels.simd.vectors import sum_rows
+from packtrain.kernels.simd.f32_ranges import sum_rows
 
 SERIAL = 1 << 14
 ROWS_PER_BLOCK = 64  # rows that share one row of partial sums of dw

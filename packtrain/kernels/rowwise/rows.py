@@ -10,7 +10,7 @@ from packtrain.kernels.quant.type_dispatch import bind_placeholders, blocks_of, 
 from packtrain.kernels.runtime.jit import kernel, parallel, part, spans
 from packtrain.kernels.runtime.kernel_types import f32, i64
 from packtrain.kernels.simd.simd_f32 import LANES, address, load_part, store_part
-from packtrain.kernels.simd.vectors import copy, fill
+from packtrain.kernels.simd.f32_ranges import copy, fill
 
 SERIAL = 1 << 14
 COLUMNS = 64  # columns of one task where the order of rows matters

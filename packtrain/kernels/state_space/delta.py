@@ -11,7 +11,7 @@ from packtrain.kernels.runtime.kernel_types import UniTuple, f32, f64, i64
 from packtrain.kernels.simd.simd_f32 import (
     LANES, address, fma, load_part, peek, poke, splat, store_part, total,
 )  # fmt: skip
-from packtrain.kernels.simd.vectors import add_scaled, copy, dot, fill, is_start, load_states
+from packtrain.kernels.simd.f32_ranges import add_scaled, copy, dot, fill, is_start, load_states
 
 # T, batch row, places of query, key and value in a row of x, head, P, N
 head_type = UniTuple(i64, 8)

@@ -1,13 +1,13 @@
 """Activation checkpointing: which forward values to save, recompute or offload, for least added time within a limit."""
 
 from packtrain.planner.checkpointing.chain import BlockChain, PlannedChoice, checkpoint_spacing
-from packtrain.planner.checkpointing.recompute_choice import (
+from packtrain.planner.checkpointing.saved_values import (
     ALIGNMENT, ALWAYS_OFFLOAD, MAY_OFFLOAD, NEVER_OFFLOAD, OFFLOADED, BuiltGraph, RecomputeChoice, aligned_nbytes,
-    keep_all, spaced_choice, uniform_choice,
+    spaced_choice, uniform_choice,
 )  # fmt: skip
 
 __all__ = [
     "ALIGNMENT", "ALWAYS_OFFLOAD", "MAY_OFFLOAD", "NEVER_OFFLOAD", "OFFLOADED", "BlockChain", "BuiltGraph",
-    "PlannedChoice", "RecomputeChoice", "aligned_nbytes", "checkpoint_spacing", "keep_all", "spaced_choice",
+    "PlannedChoice", "RecomputeChoice", "aligned_nbytes", "checkpoint_spacing", "spaced_choice",
     "uniform_choice",
 ]  # fmt: skip

@@ -16,13 +16,13 @@ from packtrain.engine.packing import alive_nbytes
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import Call
 from packtrain.planner import cost_model
-from packtrain.planner.checkpointing import middle_blocks, recompute_choice
+from packtrain.planner.checkpointing import middle_blocks, saved_values
 from packtrain.planner.checkpointing.middle_blocks import MiddleBlock, is_free_call, middle
 from packtrain.planner.checkpointing.pareto_front import KeptSet, least_again
-from packtrain.planner.checkpointing.recompute_choice import BlockOption, InnerRanks
+from packtrain.planner.checkpointing.saved_values import BlockOption, InnerRanks
 from packtrain.planner.cost_model import BackendRates
 
-BuildGraph = Callable[[int, recompute_choice.RecomputeChoice | None], recompute_choice.BuiltGraph]
+BuildGraph = Callable[[int, saved_values.RecomputeChoice | None], saved_values.BuiltGraph]
 
 
 class BlockCosts:
@@ -37,7 +37,7 @@ class BlockCosts:
 
     def __init__(
         self, build: BuildGraph, rates: BackendRates, reserved_nbytes: tuple[int, int] = (0, 0), together: int = 1,
-        target: Target = CPU, space: str | None = None, offload_mode: int = recompute_choice.NEVER_OFFLOAD,
+        target: Target = CPU, space: str | None = None, offload_mode: int = saved_values.NEVER_OFFLOAD,
         is_two_pass: bool = False,
     ) -> None:  # fmt: skip
         self.is_two_pass = is_two_pass
@@ -108,12 +108,12 @@ class BlockCosts:
         """
         base = tuple((place, 0) for place in kept_places)
         forms = [base, *((*base, (cut, 1)) for cut in self._middle.cuts if cut not in kept_places)]
-        offloaded = map(recompute_choice.offload_ranks, forms if self.offload_mode else [])
+        offloaded = map(saved_values.offload_ranks, forms if self.offload_mode else [])
         return [*forms, *offloaded]
 
     def saved(self, strategy: InnerRanks) -> int:
         """Return the bytes of `space` that a strategy saves beside the block's input; negative if that is offloaded."""
-        is_offloaded = recompute_choice.is_offloaded(strategy)
+        is_offloaded = saved_values.is_offloaded(strategy)
         return -self.stream_nbytes if is_offloaded else self._kept_nbytes(strategy)
 
     def _kept_nbytes(self, strategy: InnerRanks) -> int:
@@ -130,7 +130,7 @@ class BlockCosts:
 
     def offload_seconds(self, strategy: InnerRanks) -> float:
         """Return the seconds for copying a strategy's offloaded values out and back; 0 if it offloads none."""
-        if not recompute_choice.is_offloaded(strategy):
+        if not saved_values.is_offloaded(strategy):
             return 0.0
         return self._round_trip_seconds(self.stream_nbytes + self._kept_nbytes(strategy))
 
@@ -205,7 +205,7 @@ class BlockCosts:
         If all blocks run backward twice, the gradient behind the last block also stays, but not that block's output.
         """
         inner = (strategies[0], *strategies, strategies[-1])
-        choice = recompute_choice.RecomputeChoice((0,) * (len(inner) + 1), inner)
+        choice = saved_values.RecomputeChoice((0,) * (len(inner) + 1), inner)
         built_graph = self.build(len(inner), choice)
         placed = place(built_graph.graph, self.target)
         live_curve = LiveByteCurve(placed, self.space)
@@ -227,7 +227,7 @@ class BlockCosts:
 
 
 def _kept_places(strategy: InnerRanks) -> tuple[int, ...]:
-    return tuple(at for at, rank in strategy if rank <= 0 and at != recompute_choice.INPUT_PLACE)
+    return tuple(at for at, rank in strategy if rank <= 0 and at != saved_values.INPUT_PLACE)
 
 
 class LiveByteCurve:
@@ -235,7 +235,7 @@ class LiveByteCurve:
 
     def __init__(self, placed: Placed, space: str) -> None:
         stored = storage_lifetimes(placed, space)
-        lifetimes = lifetime_columns(stored, recompute_choice.ALIGNMENT)
+        lifetimes = lifetime_columns(stored, saved_values.ALIGNMENT)
         self._step_times, self._nbytes = alive_nbytes(*lifetimes)
 
     def max_nbytes(self, first_step: int, last: int) -> int:

@@ -3,8 +3,7 @@
 BlockChain returns PlannedChoices, given a function that builds the training graph for a number of blocks and a
 RecomputeChoice. ChainSolver combines strategies of blocks; those it picks are measured on graphs until the answer
 stays. Values that later blocks share (Gemma 4) are always saved: they are narrow, and without them the last block's
-backward pass would begin with recomputing their source.
-Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the chain.
+backward pass would begin with recomputing their source. Chen et al. 2016, arXiv 1604.06174.
 """
 
 import math
@@ -20,11 +19,11 @@ from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lif
 from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import Placed, place
 from packtrain.planner import cost_model
-from packtrain.planner.checkpointing import recompute_choice
+from packtrain.planner.checkpointing import saved_values
 from packtrain.planner.checkpointing.block_costs import BlockCosts, BuildGraph, LiveByteCurve
 from packtrain.planner.checkpointing.chain_solver import ChainSolution, ChainSolver
 from packtrain.planner.checkpointing.middle_blocks import backward_steps
-from packtrain.planner.checkpointing.recompute_choice import RecomputeChoice, uniform_choice
+from packtrain.planner.checkpointing.saved_values import RecomputeChoice, uniform_choice
 from packtrain.planner.checkpointing.two_passes import TwoPassSolver
 from packtrain.planner.cost_model import BackendRates
 
@@ -72,7 +71,7 @@ class BlockChain:
     def __init__(
         self, build: BuildGraph, count: int, rates: BackendRates, reserved_nbytes: tuple[int, int] = (0, 0),
         call_nbytes: int = 0, calls: int = 0, like: "BlockChain | None" = None, strategies_per_graph: int = 1,
-        target: Target = CPU, space: str | None = None, offload_mode: int = recompute_choice.NEVER_OFFLOAD,
+        target: Target = CPU, space: str | None = None, offload_mode: int = saved_values.NEVER_OFFLOAD,
         num_two_pass_blocks: int = 0, build_two_pass: BuildGraph | None = None,
         head_setters: Mapping[int, HeadSetter] = {}, head_chunk: int = 0,
     ) -> None:  # fmt: skip
@@ -133,7 +132,7 @@ class BlockChain:
             graph = self.build(self.count, choice).graph
             placed = place(graph, self.target)
             stored = storage_lifetimes(placed, self.space)
-            arena, _ = lower_bound(*lifetime_columns(stored, recompute_choice.ALIGNMENT))
+            arena, _ = lower_bound(*lifetime_columns(stored, saved_values.ALIGNMENT))
             recomputed = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
             seconds = sum(map(self.block.seconds, recomputed))

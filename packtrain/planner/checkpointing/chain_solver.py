@@ -2,10 +2,10 @@
 
 ChainSolver returns a ChainSolution for measured options and bytes. Beaumont et al. 2021 (rotor), Chen et al. 2016.
 
-Worked example: three blocks, a forward pass of 1 s each, values between blocks of 1 slot, a head that needs 1 slot and
-no reserve. Option S keeps 3 slots of values in the block; option R keeps none and adds 1 s. Either backward pass needs
-4 slots. Seconds that n blocks add, for each number of slots besides the chain's input; "." where nothing fits. `outer`
-runs end with the head, `inner` runs are recomputed within a split (inner[1] is 0 from 4 slots on):
+Worked example: three blocks with forward passes of 1 s; a value between blocks takes 1 slot of memory, the head 1, and
+gradients leave at once (reserve 0). Option S saves 3 slots of values in the block; option R saves none and adds 1 s. A
+block's backward pass needs 4 slots. Seconds that n blocks add, by slots, the chain's input not counted; "." if nothing
+fits. `outer` rows end with the head, `inner` rows are blocks that a split recomputes (inner[1] is 0 from 4 slots on):
 
     slots                      4   5   6   7   8   9   10  13
     outer[1]                   1   0   0   0   0   0   0   0    n = 1: R fits 4, S fits 3 + 1 + 1 of the head
@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from packtrain.planner.checkpointing import recompute_choice
+from packtrain.planner.checkpointing import saved_values
 from packtrain.planner.checkpointing.block_costs import BlockCosts
-from packtrain.planner.checkpointing.recompute_choice import ALWAYS_OFFLOAD, BlockOption, InnerRanks
+from packtrain.planner.checkpointing.saved_values import ALWAYS_OFFLOAD, BlockOption, InnerRanks
 
 NUM_SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 SlotRows = list[np.ndarray]  # by number of blocks: added seconds by slots
@@ -43,7 +43,7 @@ class ChainSolution:
     two_pass_strategies  strategies of the blocks that run backward twice
     """
 
-    choice: recompute_choice.RecomputeChoice
+    choice: saved_values.RecomputeChoice
     strategies: frozenset[InnerRanks]
     seconds: float
     calls: int
@@ -58,8 +58,8 @@ class ChoiceBuilder:
         self.strategies, self.calls = set[InnerRanks](), 0
 
     @property
-    def choice(self) -> recompute_choice.RecomputeChoice:
-        return recompute_choice.RecomputeChoice(tuple(self.stream_ranks), tuple(self.inner))
+    def choice(self) -> saved_values.RecomputeChoice:
+        return saved_values.RecomputeChoice(tuple(self.stream_ranks), tuple(self.inner))
 
     def add_block(self, at: int, option: BlockOption, rank: int) -> None:
         """Run block `at` by the option, `rank` recomputations deep."""
@@ -71,8 +71,8 @@ class ChoiceBuilder:
 class SolverMove(NamedTuple):
     """A move: option k as `move` k, a split before block j as -j.
 
-    min_slots  least slots of the move
-    seconds    seconds of the move itself; those of each row of `rest` are added
+    min_slots  fewest slots with which the move is possible
+    seconds    seconds of the move itself; each row of `rest` adds its own
     rest       rows of the table for the remaining blocks, from `min_slots` on
     """
 
@@ -85,8 +85,8 @@ class SolverMove(NamedTuple):
 class ChainSolver:
     """Finds the least added seconds for n of `count` equal blocks in m slots of memory.
 
-    A run of blocks is processed either by an option for its first block, which then saves its output for the next,
-    or by a split: forward to a later block, saving only its input, then the later part, then the first part again.
+    A run of blocks begins with an option, which processes the first block and saves its output, or with a split: only
+    the input of block j is saved, the blocks from j on are processed, and then the first j blocks run again.
     inner       table of runs whose output gradient is known, by number of blocks
     outer_rows  table of runs that end with the head
     """

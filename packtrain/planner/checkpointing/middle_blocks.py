@@ -17,9 +17,9 @@ from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lif
 from packtrain.engine.ops.stored_values import rereads_stored_weight
 from packtrain.engine.placement import Placed
 from packtrain.engine.tensor import Call, Tensor
-from packtrain.planner.checkpointing import recompute_choice
+from packtrain.planner.checkpointing import saved_values
 from packtrain.planner.checkpointing.pareto_front import BlockCall, KeptSet, front
-from packtrain.planner.checkpointing.recompute_choice import BuiltGraph, inner_values
+from packtrain.planner.checkpointing.saved_values import BuiltGraph, inner_values
 
 NUM_CHAIN_BLOCKS = 3  # blocks of the chain; the middle one counts
 
@@ -109,7 +109,7 @@ def middle(
     """Return the middle block of a short chain that is placed as `placed`; `call_price` gives the seconds of a call."""
     num_parts = len(built.stream) // (NUM_CHAIN_BLOCKS + 1)
     # the calls of each part; first those before any block
-    part_calls = recompute_choice.split_calls(built.stream)
+    part_calls = saved_values.split_calls(built.stream)
     calls, values = part_calls[2 * num_parts], inner_values(part_calls[2 * num_parts])
     start, block_output = built.stream[num_parts], built.stream[2 * num_parts]
     tensor_ids = dict[Tensor, int]()
@@ -125,7 +125,7 @@ def middle(
     inner_tensors = {t for call in calls for t in call.results} - {block_output}
     read = {tensor_ids[t.base] for call in backward for t in call.reads if t.base in inner_tensors}
     needed_nbytes, kept_nbytes = _live_nbytes(built, placed, num_parts, part_calls, space)
-    aligned_nbytes = recompute_choice.aligned_nbytes
+    aligned_nbytes = saved_values.aligned_nbytes
     return MiddleBlock(
         num_parts, aligned_nbytes(start.spec), [to_block_call(call) for call in calls], tensor_ids[start],
         tensor_ids[block_output], [tensor_ids[t] for t in values], [aligned_nbytes(t.spec) for t in values], read,
@@ -149,7 +149,7 @@ def _live_nbytes(
     written_at = {t: i for i, step in enumerate(placed.steps) for t in step.results}
     touched = [{t.base for t in (*step.reads, *step.results)} for step in steps]
     always, kept_nbytes = np.zeros(len(steps), int), np.zeros((len(blocks[0]), len(steps)), int)
-    columns = lifetime_columns(stored, recompute_choice.ALIGNMENT)
+    columns = lifetime_columns(stored, saved_values.ALIGNMENT)
     for storage, start, end_step, nbytes in zip(stored, *columns, strict=True):
         stored_values = [t for t in storage.tensors if t in block_tensors]
         outside = (t for t in storage.tensors if t not in block_tensors)

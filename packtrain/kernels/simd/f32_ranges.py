@@ -1,4 +1,4 @@
-"""Fill, copy and add f32 at addresses; where sequences begin, for kernels that carry states."""
+"""Fill, copy, add and multiply ranges of f32 at addresses; starts of sequences, for kernels that carry states."""
 
 from packtrain.kernels.runtime.jit import kernel, part
 from packtrain.kernels.runtime.kernel_types import f32, f64, i64

@@ -1,4 +1,4 @@
-"""Gradient accumulation, and the gradient norm for clipping; shared by all optimizers."""
+"""Gradient clipping by global norm, and gradient accumulation over micro-batches; shared by all optimizers."""
 
 import numpy as np
 

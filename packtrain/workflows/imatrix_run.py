@@ -8,7 +8,7 @@ from packtrain.common.events import Events
 from packtrain.common.files import check_output
 from packtrain.common.options import COLUMNS, option, positional, required
 from packtrain.conversion.calibration.calibration_inputs import reading_plans
-from packtrain.conversion.calibration.imatrix_file import measure_importance, save_importance
+from packtrain.conversion.calibration.importance_matrix import measure_importance, save_importance
 from packtrain.data.text.text_streams import data_files
 from packtrain.models.model_file import open_model
 from packtrain.workflows.calibration_data import CONTEXT, calibration, enough, fitting_reading

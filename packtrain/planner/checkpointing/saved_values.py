@@ -44,7 +44,7 @@ class RecomputeChoice:
     def tensor_ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
         """Return ranks of tensors for the stream of a new graph; values before the first block are saved.
 
-        If blocks process their rows in parts, the stream has as many values per block, and all parts save the same.
+        If blocks process their rows in parts, the stream has a value for each part, and all parts save equally.
         """
         num_parts = len(stream) // len(self.stream)
         split = split_calls(stream)
@@ -157,10 +157,6 @@ def uniform_choice(count: int, kept_places: Sequence[int]) -> RecomputeChoice:
     """Return a choice in which every block saves the same inner values, and all stream values are saved."""
     inner = tuple((place, 0) for place in kept_places)
     return RecomputeChoice((0,) * (count + 1), (inner,) * count)
-
-
-def keep_all(count: int, num_inner: int) -> RecomputeChoice:
-    return uniform_choice(count, range(num_inner))
 
 
 def spaced_choice(count: int, spacing: int) -> RecomputeChoice:

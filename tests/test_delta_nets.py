@@ -65,7 +65,7 @@ BAD = {
         ((), {"ssm__inner_size": 192}),
     "qwen35.ssm.group_count is 5; it must be a divisor of": ((), {"ssm__group_count": 5}),
     "qwen35.attention.recurrent_layers is array([0, 0, 0, 0": ((), {"attention__recurrent_layers": [0] * 4}),
-    "qwen35.full_attention_interval is 9; it must be such that of 4 blocks some":
+    "qwen35.full_attention_interval is 9; it must be such that some of the 4 blocks":
         (("attention.recurrent_layers",), {"full_attention_interval": 9}),
 }  # fmt: skip
 

@@ -460,7 +460,7 @@ def test_rows_that_a_type_cannot_hold_are_said(folder, tmp_path, capsys):
     args = [str(tmp_path / "narrow.gguf"), "--data", str(folder / "chats.jsonl")]
     output = ["-o", str(tmp_path / "a.gguf"), "--iters", "1", "--lora-modules", "attn_q"]
     assert main(["finetune", *args, *output, *COMMON_FLAGS, "--type", "q4_K"]) == 0
-    line = "--type q4_K: rows of 2 matrices do not fill blocks of it; they keep their type"
+    line = "--type q4_K: rows of 2 matrices do not fill blocks of this type; they keep their type"
     assert line in said(capsys)
 
 

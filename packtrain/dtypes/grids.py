@@ -1,7 +1,7 @@
 """The grids of the IQ types: the points of a cube that their indices name, in order. Format: ggml-common.h.
 
 A point is a number whose digits, the lowest first, are the levels of its values; a grid is the set of its numbers, one
-bit each. Which points are in it was found by the authors of ggml from the weights of models.
+bit each. The authors of ggml chose its points from the weights of models.
 """
 
 import base64

@@ -200,7 +200,7 @@ def snap_iq1_s(block, src, column_weights, t):
 def put_scale(
     y: int, x: int, w: int, t: int, numbers: int, downs: int, levels: int, spread: f32, d: f32
 ) -> None:
-    """Write the last eight bytes of an iq1_m block: sixteen scales, and the best unit for them."""
+    """Write an iq1_m block's scales: by group from `levels`, and the unit that suits its `numbers` and `downs`."""
     weights, point, lx, ll, unit_half = scratch(16), scratch(4), f32(0), f32(0), scratch(1)
     for i in range(16):
         group, level = i * 64, byte_at(levels, i)

@@ -71,7 +71,7 @@ def differentiate_twice(
 
 
 def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
-    """Validate; return the calls that lead to the loss, the tensors that depend on `wrt`, and the loss's gradient."""
+    """Check arguments; return calls that lead to the loss, tensors that depend on `wrt`, and the loss's gradient."""
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls

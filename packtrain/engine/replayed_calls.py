@@ -21,7 +21,7 @@ from packtrain.kernels.runtime import loader, machine_code
 
 
 def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
-    """Return as many calls, which do the same work in the same order; the calls passed have all run once."""
+    """Return a list of equal length whose calls do equal work, recorded where possible; `calls` have all run once."""
     if "norecord" in flags():
         return calls
     remaining_calls, replayable = iter(calls), list[Run]()

@@ -90,7 +90,7 @@ def _read_attending(keys: MetadataReader, blocks: int) -> tuple[bool, ...]:
         raise keys.wrong(
             RECURRENT_LAYERS if is_listed else ATTENTION_INTERVAL,
             recurrent_layers if is_listed else attention_interval,
-            f"such that of {blocks} blocks some have attention and some have not",
+            f"such that some of the {blocks} blocks have attention and some have none",
         )
     return attending_blocks
 

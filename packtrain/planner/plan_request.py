@@ -54,7 +54,7 @@ class PlanRequest:
         return replace(self, limits={**self.limits, self.target.space: nbytes})
 
     def offloaded(self, shape: StepShape) -> "PlanRequest":
-        """Return the request with moments in the process's memory where their weights live in another memory."""
+        """Return the request with the moments of weights in device memory offloaded to the process's memory."""
         weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
         local = weights
         if shape.moment_share is not None:  # this process has only moments of its share

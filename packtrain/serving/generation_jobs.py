@@ -68,11 +68,11 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Counts of one answer: tokens of the prompt, cached tokens of it, tokens written, and seconds of each.
+    """Counts of one answer: tokens of the prompt, of these cached, and written, with seconds to read and write them.
 
     read              tokens of the prompt that were read so far
     forgotten_tokens  tokens that left a full context, so that the answer could go on
-    drafted, accepted  tokens that were guessed, and those that came
+    drafted, accepted  tokens that a drafter guessed, and those of them that the model chose, too
     """
 
     prompt: int

@@ -188,7 +188,7 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     if len(prompts) * count > MAX_ANSWERS:
         raise InputError(f"n: {len(prompts) * count} answers are asked for; at most {MAX_ANSWERS}")
     if body.text("suffix"):
-        raise InputError("suffix is not supported: no text is inserted before another")
+        raise InputError("suffix is not supported: text cannot be inserted before other text")
     if body.number("best_of", 1, 1) > count:
         raise InputError("best_of is not supported: ask for n answers, and choose")
     prompt_jobs = [parse_job(server, body, prompt, grammar) for prompt in prompts]

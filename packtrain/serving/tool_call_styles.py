@@ -111,7 +111,7 @@ class ToolCallStyle:
         )
 
     def _earlier_call(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
-        """Find a call right behind words, recognized only by the call at `at` that follows it."""
+        """Find a call without an opening mark that ends where the call at `at` begins, behind words of the answer."""
         name_pattern = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
         for match in name_pattern.finditer(text, 0, at):
             earlier_calls, end_pos = self._read_calls(text, match.start(), names)
@@ -211,7 +211,7 @@ def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle
 
 
 def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
-    """Derive the style from a rendered call, and from two; None if they show no known style."""
+    """Derive the style from replies rendered with one call and with two; None if they show no known style."""
     try:
         words_prefix = _render_reply(renderer, {"content": PROBE_WORDS}).partition(PROBE_WORDS)[0]
         one_call = _render_reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0)]})

@@ -196,7 +196,7 @@ def build_job(settings: TuneSettings, report: Callable[[str], None]) -> training
     last, tensor_types = max(settings.num_layers, 0), tuple(model.matrix_dtypes().items())
     base = BaseModel(tensor_types, settings.freeze, last, settings.strict, DTYPES[settings.masters])
     if not TunedModel(settings, model, config, base).trained_names:
-        raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
+        raise InputError("--freeze: nothing is left to train; freeze fewer tensors")
     train, valid, dataset = _make_batches(settings, model, config, report)
     sizes = config.embedding_length, len(dataset.train), train.windows
     settings = finetune_defaults.with_defaults(settings, *sizes)

@@ -150,7 +150,7 @@ class RunSettings:
     )
     lr_cycle_growth: float = UPDATE(
         1.0,
-        "length of a decay cycle over that of the one before",
+        "length of each decay cycle as a multiple of the cycle before",
         min_value=0.1,
         max_value=10,
         conflicts={"lr_cycles=1": "without --lr-cycles"},

@@ -13,7 +13,7 @@ def stop_reason(settings: RunSettings, progress: TrainingProgress) -> str | None
     if s.past and len(recent_losses) > s.past:
         earlier_loss, latest_loss = recent_losses[-1 - s.past], recent_losses[-1]
         if abs(earlier_loss - latest_loss) < s.delta * abs(latest_loss):
-            return f"in {plural(s.past, 'step')} the loss changed by less than --delta {s.delta:g} of it"
+            return f"in {plural(s.past, 'step')} the loss changed by less than {s.delta:g} of its value (--delta)"
     if s.max_no_improvement and progress.unimproved >= s.max_no_improvement:
         steps_text = plural(s.max_no_improvement, "step")
         return f"no better training loss than {progress.lowest:.4f} in {steps_text}"

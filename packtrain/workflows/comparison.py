@@ -32,7 +32,7 @@ from packtrain.workflows.tool_call_scores import (
 
 MATCH, SHORTER, LONGER = WIN_RULES = ("match", "shorter", "longer")
 UNMATCHED_MESSAGE = (
-    "--pattern {pattern} matches no answer of the data: an answer is right only if all of it is the data's;"
+    "--pattern {pattern} matches no answer of the data: an answer is right only if it equals the data's answer;"
     " --has REGEX counts answers that have a style"
 )
 FINAL = r"####\s*(.+)"

@@ -11,7 +11,7 @@ SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> nam
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
-    """Find the file or folder to measure, and which split of it, as finetune splits it; "" is all."""
+    """Find the file or folder to measure, and its split if it is split as in finetune; "": all of it."""
     require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:

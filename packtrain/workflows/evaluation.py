@@ -88,7 +88,7 @@ class EvaluateSettings:
         (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
     kl_base: Path | None = option(
-        None, "a model of the same vocabulary, such as the unquantized one: print how far predictions are from its own",
+        None, "a model of the same vocabulary, such as the unquantized one: print KL divergences from its predictions",
         metavar="FILE",
         conflicts={"cache_type": "through which it does not read", "all_positions": "which has no windows of one text"},
     )  # fmt: skip

@@ -129,7 +129,7 @@ class FinishedFinetune:
         if narrow and not merge.types:
             self.events.message(
                 f"--type {self.settings.type}: rows of {plural(len(narrow), 'matrix', 'matrices')}"
-                " do not fill blocks of it; they keep their type"
+                " do not fill blocks of this type; they keep their type"
             )
 
     # ---- measuring

@@ -62,7 +62,7 @@ def _parse_number(text: str) -> float:
 
 
 def call_shares(scores: Iterable[ToolCallScore]) -> Iterator[tuple[str, int, int]]:
-    """Yield each figure's name, the count of answers that have it, and of those that could; nothing without answers."""
+    """Yield the name of each share, its count of answers, and the count of all answers to which it applies."""
     scores = [*scores]
     expected = [score for score in scores if score.is_expected]
     if expected:

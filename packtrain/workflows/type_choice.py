@@ -1,7 +1,7 @@
 """The smallest file that keeps what tuning gained: a tuned model written in each type, and its losses measured.
 
-The gain of tuning is the loss of the base less that of the tuned model, on data that neither was trained on. A file
-keeps the share of it that is left once its weights are rounded.
+The gain of tuning is the loss of the base less the loss of the tuned model, on data that neither was trained on. A
+file keeps a share of this gain: rounding its weights costs the rest.
 """
 
 import os
@@ -80,11 +80,11 @@ class ChooseSettings:
 class TypeTrial:
     """A trial: a file written in one type, and its loss.
 
-    name    its type, or its path
-    how     rounded plainly, with data, trained as stored (aware), or a file as it is
+    name    the type's name, or the file's path
+    how     how its weights were rounded: plainly, with data, while training (aware), or not at all
     nbytes  size of the whole file
     loss    nats per token
-    kept    share of the gain
+    kept    share of tuning's gain that the file keeps
     """
 
     name: str

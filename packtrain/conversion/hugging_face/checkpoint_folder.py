@@ -31,7 +31,7 @@ class CheckpointFolder:
 def open_checkpoint(folder: Path) -> CheckpointFolder:
     """Open the checkpoint in a folder. Raises InputError if it is not a checkpoint of a language model."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: is not a folder; give the one with {CONFIG} and the tensors")
+        raise InputError(f"{folder}: is not a folder; give the folder of {CONFIG} and the tensors")
     config = read_json(folder / CONFIG)
     kinds = config.get("architectures")
     if not isinstance(kinds, list) or not kinds or not isinstance(kinds[0], str):

@@ -40,7 +40,7 @@ CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some
 def vocabulary_metadata(
     checkpoint: CheckpointFolder, vocab_size: int, family: Family, report: Callable[[str], object]
 ) -> dict[str, MetadataValue]:
-    """Return the tokenizer.* metadata of `vocab_size` tokens; report what readers of it do otherwise than the files.
+    """Return the tokenizer.* metadata of `vocab_size` tokens; report where GGUF readers will differ from the files.
 
     Raises InputError if the folder has no vocabulary, or one that a GGUF cannot store.
     """

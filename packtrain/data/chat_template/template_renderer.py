@@ -30,7 +30,7 @@ MAX_REASON_LENGTH = 1000  # most characters of an error message for the parent
 class GenerationTag(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` encloses the assistant's text.
 
-    Variables of these names stand before and after the block, so that a caller can mark it; undefined, they are empty.
+    The variables generation_start and generation_end surround the text, so that a caller can mark it; empty by default.
     """
 
     tags = {"generation"}  # noqa: RUF012  as Jinja declares it

@@ -1,8 +1,8 @@
 """The loss mask: texts as token ids with a weight for each, 1 where the loss counts the token.
 
 The whole rendered text is tokenized at once, as in llama.cpp's server: words of a message that spell a control token
-become that token. A token is trained on if it begins in the reply, or begins before it and contains words of it; a
-token that shares only whitespace with the prompt is not.
+become that token. A token is trained on if it begins in the reply, or if it begins earlier and contains words of the
+reply; a token that shares only whitespace with the prompt is not.
 """
 
 import re

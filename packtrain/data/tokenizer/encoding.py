@@ -1,4 +1,4 @@
-"""What all kinds of vocabulary share: texts without special tokens become ids, word by word, and words are cached.
+"""The base of all kinds of vocabulary: encodes texts without special tokens word by word, and caches words.
 
 BPE and SentencePiece vocabularies share the loop that merges parts of a word, with different costs.
 """

@@ -91,7 +91,7 @@ def peer_environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Child's main program: answers pickled requests; standard output is for answers alone."""
+    """Run the child of a PeerProcess: answer pickled requests; standard output is for answers alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     answer_stream = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -43,7 +43,7 @@ def fill_pool(device: str, nbytes: int) -> None:
 
 
 def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
-    """Return as many calls that do the same work: the last call of a recorded stretch replays all of the stretch.
+    """Return a list of equal length: the last call of each recorded stretch replays the stretch, the others do nothing.
 
     calls       have all run before, so that recording initializes nothing
     recordable  which of them need no host

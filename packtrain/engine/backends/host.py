@@ -118,7 +118,7 @@ class Backend(Protocol):
     # ---- copies beside its kernels
     @property
     def streams(self) -> bool:
-        """Whether it can copy between its space and another while its kernels run."""
+        """Whether the backend can copy between its memory and another while its kernels run."""
 
     def begin_copy(self, to: Any, source: Any, peer: "Backend") -> None:
         """Begin to copy a dense array to one of equal spec: one belongs to this backend, the other to `peer`. The copy

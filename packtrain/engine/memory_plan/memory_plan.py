@@ -87,7 +87,7 @@ class Plan:
     buffers: tuple[Buffer, ...] = field(repr=False)  # thousands
 
     def arena(self, space: str = HOST, name: str = "") -> Arena:
-        """Return an arena of a space; an empty one if the run does not use it."""
+        """Return the arena of a space with this name; its size is 0 if the run does not use it."""
         unused = Arena(space, 0, 0, 0, 0, 0, 0, name)
         return next((a for a in self.arenas if a.place == (space, name)), unused)
 

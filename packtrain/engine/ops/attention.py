@@ -57,7 +57,7 @@ def attention(
         q_pos, q_seq  (B, T)        i32
         k_pos, k_seq  (B, S)        i32; unused cells have a k_seq that no query has
         length        (1,)          i32; cells from there on are ignored
-        sinks         (H,)          f32; the head's softmax denominators get exp of it, as if it were one more logit
+        sinks         (H,)          f32; logits of one more key without a value: they add exp(sinks) to denominators
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
     Dao 2023, arXiv 2307.08691; sinks: arXiv 2309.17453; ggml_flash_attn_ext.
     """

@@ -43,7 +43,7 @@ def attention_cells(
         order         (R, S)     i32; the cells of a row by position, ascending
         counts        (R,)       i32; number of cells of each row
         k_pos         (S,)       i32; position of each cell
-        sinks         (H,)       f32; the head's softmax denominators get exp of it, as if it were one more logit
+        sinks         (H,)       f32; logits of one more key without a value: they add exp(sinks) to denominators
     """
     _check_cells(q, k, v, sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]

@@ -25,8 +25,8 @@ i8 = DTYPES["i8"]
 class AdamW8bit(AdamW):
     """AdamW with blockwise quantized moments. Dettmers et al. 2021, arXiv 2110.02861.
 
-    Of the second moment the root is quantized, which spans half the decades: with gradients of four decades in a block
-    weights end 6 % away from those with moments in f32, and 17 % where v itself is quantized.
+    The second moment v is stored as its quantized root, which spans half as many decades: with gradients of four
+    decades in a block, weights end 6 % away from those with moments in f32; with v itself quantized, 17 % away.
     """
 
     name: ClassVar[str] = "adamw8bit"

@@ -60,7 +60,7 @@ def stored(w, key, stream):
 
 
 def sampled():
-    """Yield for samples a weight of each type and some lengths, its key, a gate, and whether it decays."""
+    """Yield weights of each type, as samples for ops, each with its key, a gate, and whether it decays."""
     cases = (1, 1.0, True), (17, 0.5, False), (64, np.nan, True), (70_000, 1.0, True)
     for n, gate, decay in cases:
         gate = constant("gate", np.array(gate))

@@ -43,7 +43,7 @@ class Grammar:
         can_begin = self._token_mask().any()
         self._check_matcher("it cannot be used")
         if not self.is_complete and not can_begin:
-            raise InputError("grammar: no token of this vocabulary can begin a text of it")
+            raise InputError("grammar: no token of this vocabulary can begin a text that it allows")
         self._fresh = self._matcher.deep_copy()
         self.awaits_trigger = bool(words or tokens)
         self._is_lazy, self._accepted_ids = self.awaits_trigger, list[int]()
@@ -139,7 +139,7 @@ class Grammar:
                 self.awaits_trigger = False
                 began_text = text[min(match_offsets) :].decode(errors="replace")
                 self._matcher.consume_tokens(self._token_table.greedy_tokenize(began_text))
-        self._check_matcher("what began with the trigger does not follow it")
+        self._check_matcher("the text from the trigger on does not follow the grammar")
 
     def _limit_digits(self, allowed: np.ndarray) -> np.ndarray:
         """Return the mask without tokens that give a number of JSON more than MAX_DIGITS digits in a row.

@@ -1,5 +1,5 @@
-"""JSON schemas for llguidance, read as llama.cpp's json-schema-to-grammar reads them: no properties but those that are
-named, unless the schema allows them, and as much white space."""
+"""Converts JSON schemas for llguidance, read as llama.cpp's json-schema-to-grammar reads them: objects have only named
+properties unless the schema allows others, and white space is limited."""
 
 import json
 import math
@@ -174,7 +174,7 @@ def _can_repeat_names(min_count: Any, names: Any) -> bool:
 
 
 def automaton_pattern(pattern: str) -> str:
-    """Return ECMA-262's pattern as llguidance reads it: white space differs."""
+    """Convert an ECMA-262 pattern to llguidance's syntax, in which escapes of white space mean other characters."""
     return re.sub(r"\\.", lambda escape: SPACES.get(escape[0], escape[0]), pattern)
 
 

@@ -210,7 +210,7 @@ def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequ
     for saved_cells in cells_by_pool.values():
         is_owned = (saved_cells.sets > 0) & (saved_cells.sets < bit(len(seqs)))
         if not is_owned.all() or not (saved_cells.pos >= 0).all():
-            raise ContextError("the state is damaged: its cells belong to no sequence of it")
+            raise ContextError("the state is damaged: its cells belong to none of its sequences")
     return SavedSequences(seqs, cells_by_pool, scales)
 
 

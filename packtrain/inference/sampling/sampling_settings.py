@@ -82,7 +82,8 @@ class Sampling:
         64, "DRY: how many tokens are searched; -1: all", min_value=-1
     )
     dry_sequence_breaker: tuple[str, ...] = SAMPLING(
-        (), "DRY: repetitions end here; repeatable; none: nowhere (default: line feed, :, quote, *)"
+        (),
+        "DRY: text that ends repetitions; repeatable; none: no text (default: line feed, :, quote, *)",
     )
     mirostat: int = SAMPLING(
         0, "1 or 2: Mirostat instead of the other samplers", min_value=0, max_value=2

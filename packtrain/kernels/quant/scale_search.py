@@ -246,8 +246,8 @@ def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, si
 def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
     """Return scale and low, at most 0, of a group. make_qkx2_quants and make_qkx3_quants.
 
-    The range of the values gets `max_code` codes, then in trial i max_code + first_step + i * step. Of the lines fitted
-    to these codes the best is taken: it has the least weighted squared errors, or if `sizes` magnitudes of errors.
+    The range of the values gets `max_code` codes, then in trial i max_code + first_step + i * step. A line is fitted to
+    the codes of each trial; the best line has the least sum of weighted squared (with `sizes`: absolute) errors.
     """
     low, high, weight, sum_x, trial_results = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
     for i in range(n):

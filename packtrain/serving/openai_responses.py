@@ -35,7 +35,7 @@ def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
         if body.get(name):
             raise InputError(f"{name} is not supported; leave it out")
     if LOGPROBS in body.get_list("include", MAX_PARTS):
-        raise InputError(f"include: {LOGPROBS} is not supported; /v1/chat/completions has them")
+        raise InputError(f"include: {LOGPROBS} is not supported; /v1/chat/completions returns them")
     previous_id = body.text("previous_response_id")
     messages = stored_responses.messages(previous_id) if previous_id else []
     messages += input_messages(body)

@@ -54,7 +54,7 @@ class TrainableModel(Protocol):
         """Return the frozen leaves by name, which are read in place."""
 
     def init_weights(self, session: Session) -> None:
-        """Set the initial values of all other leaves."""
+        """Set the initial values of all leaves but those of `shared`."""
 
     def save_weights(self, path: Path, view: WeightReader) -> None:
         """Write the trained leaves to a GGUF file, under their own names."""

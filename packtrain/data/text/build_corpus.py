@@ -165,7 +165,7 @@ def _check_filled(text: CorpusRecipe, files: Mapping[str, TokenFile]) -> None:
         if not file.starts:
             raise InputError(
                 f"--data: {text.data} leaves no text for {SPLIT_NAMES[split]};"
-                " it must be longer, or --val-split 0 and without a validation file"
+                " give longer text, or --val-split 0 and no validation file"
             )
 
 

@@ -38,7 +38,7 @@ class RunSizes:
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Choose the run sizes of a context; rows: of results, 0: as many as tokens; prompts: sizes to read them."""
+        """Choose the run sizes of a context: `prompts` to read prompts; `rows` results a run, 0: one a token."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))

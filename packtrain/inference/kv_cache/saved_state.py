@@ -124,7 +124,7 @@ class SavedSequences:
                 f"the state has {len(self.seqs)} sequences; {len(new_seqs)} are given for them"
             )
         if len({*new_seqs}) < len(new_seqs):
-            raise ContextError(f"one sequence cannot take several of a state; these are {new_seqs}")
+            raise ContextError(f"each saved sequence needs its own; these are {new_seqs}")
         return new_seqs
 
     def restore_cells(self, pools: CellPools, session: Session, to: Sequence[int]) -> None:

@@ -117,7 +117,7 @@ class HFConfig:
             isinstance(types, list) and len(types) == blocks and all(k in allowed for k in types)
         )
         if not is_valid or (every and any(layer_type not in types for layer_type in allowed)):
-            expected = f"{blocks} times {' or '.join(allowed)}{', each somewhere' if every else ''}"
+            expected = f"{blocks} times {' or '.join(allowed)}{', all present' if every else ''}"
             raise self.wrong("layer_types", types, expected)
         return list(types)
 

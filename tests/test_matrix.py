@@ -14,7 +14,7 @@ from packtrain.engine.memory_plan import verify
 from packtrain.engine.optim import AdamW
 from packtrain.engine.placement import place
 from packtrain.models.lora import Lora
-from packtrain.planner.block_extrapolation import even, num_reached_blocks, with_num_blocks
+from packtrain.planner.block_extrapolation import blocks_match, num_reached_blocks, with_num_blocks
 from packtrain.planner.checkpointing import uniform_choice
 from packtrain.planner.checkpointing.middle_blocks import backward_steps
 from packtrain.planner.cost_model import BackendRates
@@ -57,7 +57,7 @@ def test_every_block_that_is_reached_has_its_backward_steps_in_turn(name, kind):
     short = with_num_blocks(shape, 3)
     sources = 2 if short.config.own_kv else 0
     assert num_reached_blocks(short) == 3 == short.config.block_count - sources
-    assert even(short) or len({*short.config.attending}) == 2 or short.config.differing
+    assert blocks_match(short) or len({*short.config.attending}) == 2 or short.config.differing
 
 
 def test_a_shorter_model_trains_what_the_longer_does():
@@ -65,7 +65,7 @@ def test_a_shorter_model_trains_what_the_longer_does():
     frozen = ("blk.0.*", "blk.*.attn_k.*", "blk.*.ffn_gate*", "token_embd*")
     shape = shape_of("smollm3", "full")
     shape = replace(shape, base=BaseModel((), frozen))
-    assert num_reached_blocks(shape) == 4 and even(shape)
+    assert num_reached_blocks(shape) == 4 and blocks_match(shape)
     short = with_num_blocks(shape, 2, below=1)
     names = {leaf.label for leaf in leaves(short)[1]}
     assert names >= kinds and num_reached_blocks(short) == 2 and "output_norm.weight" in names
@@ -180,9 +180,13 @@ def test_a_shorter_mixture_has_one_dense_block_at_most():
     dense = [(f"blk.{i}.ffn_down.weight", DTYPES["q8_0"]) for i in range(3)]
     experts = [(f"blk.{i}.ffn_down_exps.weight", DTYPES["q4_0"]) for i in range(3, 6)]
     shape = StepShape(config, 2, 32, 1, 1.0, base=BaseModel((*dense, *experts)))
-    assert not even(shape)
+    assert not blocks_match(shape)
     short = with_num_blocks(shape, 3)
-    assert short.config.leading_dense_block_count == 1 and short.base is not None and even(short)
+    assert (
+        short.config.leading_dense_block_count == 1
+        and short.base is not None
+        and blocks_match(short)
+    )
     assert {n: t for n, t in short.base.types if "down" in n} == dict(
         [dense[0], *((f"blk.{i}.ffn_down_exps.weight", DTYPES["q4_0"]) for i in (1, 2))]
     )
@@ -190,12 +194,12 @@ def test_a_shorter_mixture_has_one_dense_block_at_most():
     shape = replace(
         shape, base=BaseModel((*dense, *experts), ("token_embd*", "blk.0.*", "blk.1.*"))
     )
-    assert even(shape) and num_reached_blocks(shape) == 4
+    assert blocks_match(shape) and num_reached_blocks(shape) == 4
     short = with_num_blocks(shape, 2, below=1)
     assert (
         short.config.leading_dense_block_count == 2
         and num_reached_blocks(short) == 2
-        and even(short)
+        and blocks_match(short)
     )
 
 

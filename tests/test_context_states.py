@@ -136,7 +136,7 @@ def test_states_that_fit_their_checksum_but_no_context_are_refused():
         ({"cells": {"cell_": 1e999}}, "description cannot be read"),
         ({"cells": 5}, "description cannot be read"),
         ({"seqs": "x"}, "description cannot be read"),
-        ({"seqs": []}, "cells belong to no sequence"),
+        ({"seqs": []}, "cells belong to none of its sequences"),
         ({"origin": {"model": [1]}}, "another model"),
         ({"origin": {"cache": {}, "other": 1}}, "description cannot be read"),
     ):
@@ -146,7 +146,7 @@ def test_states_that_fit_their_checksum_but_no_context_are_refused():
         with pytest.raises(ContextError, match="description cannot be read"):
             ctx.restore(signed_state(text, rest))
     for damaged in (rest[:12] + bad_bytes + rest[36:], b"\xff" * 12 + rest[12:]):
-        with pytest.raises(ContextError, match="cells belong to no sequence"):
+        with pytest.raises(ContextError, match="cells belong to none of its sequences"):
             ctx.restore(signed_state(json.dumps(about).encode(), damaged))
     with pytest.raises(ContextError, match="has no 3 cells"):
         ctx.restore(signed_state(json.dumps(about).encode(), rest[:-1]))

@@ -51,7 +51,11 @@ def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: i
     """
     if settings.lr is None and settings.optimizer != "lbfgs" and not resumes_run(settings):
         settings = replace(settings, lr=default_rate(settings, width))
-    num_epochs = _default_epochs(settings, examples)
+    num_epochs = settings.epochs
+    if num_epochs is None or settings.iters is not None:  # the usual passes over so many examples
+        num_epochs = next(
+            (epochs for max_examples, epochs in EPOCHS if examples <= max_examples), 1
+        )
     if not settings.batch_size:
         settings = replace(settings, batch_size=_batch_size(settings, num_rows, num_epochs))
     if settings.iters is None and settings.epochs is None:
@@ -97,13 +101,6 @@ def with_saved_choices(settings: TuneSettings) -> TuneSettings:
     if settings.iters is not None or saved_settings.get("iters") is not None:
         missing -= {"epochs"}
     return replace(settings, **{name: saved_settings[name] for name in missing})
-
-
-def _default_epochs(settings: TuneSettings, examples: int) -> float:
-    """Return --epochs, or the usual number of passes over so many examples."""
-    if settings.epochs is not None and settings.iters is None:
-        return settings.epochs
-    return next((epochs for max_examples, epochs in EPOCHS if examples <= max_examples), 1)
 
 
 def _batch_size(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:

@@ -144,7 +144,9 @@ class TunedModel:
 
     def with_data(self, dataset: SampleDataset) -> "TunedModel":
         """Return the model with the data's chat template and, if only answers are learned, the ids that end them."""
-        is_chat = _is_chat(self.settings, self.model, dataset)
+        # with --no-mask-prompt, only a chat template tells that the data is conversations
+        has_template = dataset.template is not None or TEMPLATE in self.model.gguf.metadata
+        is_chat = not dataset.train.weights.all() if self.settings.mask_prompt else has_template
         # where prompts are learned, too, these tokens also end turns of users, whose length nothing tells
         eog_ids = tuple(sorted(dataset.eog_ids)) if is_chat and self.settings.mask_prompt else ()
         return replace(self, chat_template=dataset.template, is_chat=is_chat, eog_ids=eog_ids)
@@ -292,13 +294,6 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
         raise InputError(
             f"--aware: no matrix that is trained is quantized; it is for matrices of {dtype_names}"
         )
-
-
-def _is_chat(settings: TuneSettings, model: ModelFile, dataset: SampleDataset) -> bool:
-    """Return whether the data is conversations; with --no-mask-prompt, whether there is a chat template."""
-    if settings.mask_prompt:
-        return not dataset.train.weights.all()
-    return dataset.template is not None or TEMPLATE in model.gguf.metadata
 
 
 def _recipe(settings: TuneSettings, length: int) -> DatasetRecipe:

@@ -82,8 +82,10 @@ class TrainingLoop:
                 self.save(monitor)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
             monitor.record_step(self._train_step())
-            if self._is_due(self.job.settings.sample_every, at_last_step=False) and self.sample:
-                self._record_sample(monitor)
+            if self.sample and self._is_due(self.job.settings.sample_every, at_last_step=False):
+                text = self.sample()
+                monitor.record_sample(self.progress.step, text.removeprefix(SAMPLE_PREFIX))
+                self.events.sample(text)
             if self._is_due(self.job.settings.save_every, at_last_step=False):
                 self.save(monitor)
         self.save(monitor)
@@ -110,22 +112,13 @@ class TrainingLoop:
         record: dict[str, Any] = {
             "step": step, "tokens": self.progress.tokens, "loss": result.loss, "lr": rate, "grad_norm": result.norm,
             "tokens_per_second": result.tokens / seconds,
-            "positions_per_second": current_world().world_size
-            * self.job.shape.num_positions
-            / seconds,
-            "seconds": self.progress.seconds,
-            **result.extra_metrics,
+            "positions_per_second": current_world().world_size * self.job.shape.num_positions / seconds,
+            "seconds": self.progress.seconds, **result.extra_metrics,
         }  # fmt: skip
         due = self._is_due(self.job.steps_per_eval, at_last_step=True)
         if self.job.valid is not None and (due or stop_reason(self.job.settings, self.progress)):
             record |= self._validate()
         return record
-
-    def _record_sample(self, monitor: RunMonitor) -> None:
-        assert self.sample is not None
-        text = self.sample()
-        monitor.record_sample(self.progress.step, text.removeprefix(SAMPLE_PREFIX))
-        self.events.sample(text)
 
     def _validate(self) -> dict[str, float]:
         evaluated = self.engine.evaluate(self.job.validation_batches(), self.job.model.eog_ids)

@@ -183,7 +183,9 @@ def _plan_on_rank(
     request = _request(settings, job, speed, module_memory, limit, checkpoint is not None)
     request = replace(request, target=_spread_target(settings, job.shape, request, report))
     job, plans, request = _plan_job(job, request, shared_decision, report)
-    min_budget = partial(_min_budget, plans, job.shape, request, report)
+    min_budget = partial(minimum_budget, job.shape, request, report)
+    if plans.refusal:
+        min_budget = partial(budgets.enough, plans)
     job, seconds = replace(job, shape=plans.shape), plans.step_seconds(speed)
     # threads of all processes on a core
     threads_per_core = settings.nproc * kernels.threads() / kernels.MAX_THREADS
@@ -254,12 +256,6 @@ def _spread_target(
     return target
 
 
-def _min_budget(
-    plans: TrainingPlans, shape: StepShape, request: PlanRequest, report: ReportFunction
-) -> int:
-    return budgets.enough(plans) if plans.refusal else minimum_budget(shape, request, report)
-
-
 def _build_checked_job(
     settings: RunSettings,
     build_job: Callable[[Any, ReportFunction], TrainingJob],
@@ -269,7 +265,11 @@ def _build_checked_job(
     check_effects(settings)
     _ = settings.spread  # raises InputError before data is read
     if settings.threads:
-        _set_threads(settings.threads)
+        try:
+            kernels.set_threads(settings.threads)
+        except ValueError:
+            fact = f"--threads {settings.threads}: it must be from 1 to the number of cores"
+            raise InputError(fact) from None
     job = build_job(settings, report)
     check_validation(settings, job.valid is not None)
     num_validations = -(-job.steps // (job.steps_per_eval or job.steps or 1))
@@ -326,10 +326,3 @@ def facts(run_plan: PlannedRun, peak_nbytes: int | None = None) -> dict[str, Any
         "rows": memory_rows(run_plan.plans, target.space), "measured": None if target.is_separate else peak_nbytes,
         "space": target.space,
     }  # fmt: skip
-
-
-def _set_threads(count: int) -> None:
-    try:
-        kernels.set_threads(count)
-    except ValueError:
-        raise InputError(f"--threads {count}: it must be from 1 to the number of cores") from None

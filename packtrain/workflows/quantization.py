@@ -104,14 +104,11 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     elif settings.calibrate is not None:
         by_column = _unit_weights(gguf, types)
     _check_weights(gguf, types, by_column)
-    converted = {
-        tensor_name: DeferredTensor(
-            types[tensor_name],
-            entry.shape,
-            _maker(gguf, entry, types[tensor_name], mix.dtype, by_column.get(tensor_name), events),
-        )
-        for tensor_name, entry in gguf.entries.items()
-    }
+    converted = dict[str, DeferredTensor]()
+    for tensor_name, entry in gguf.entries.items():
+        dtype, weights = types[tensor_name], by_column.get(tensor_name)
+        make_parts = _maker(gguf, entry, dtype, mix.dtype, weights, events)
+        converted[tensor_name] = DeferredTensor(dtype, entry.shape, make_parts)
     metadata_values = file_metadata(gguf, mix) | imatrix_metadata
     if settings.calibrate is None:
         gguf_files.write_gguf(settings.output, metadata_values, converted, WAITING)

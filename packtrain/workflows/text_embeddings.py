@@ -9,7 +9,6 @@ from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
 from packtrain.common.options import option
-from packtrain.data.tokenizer import Tokenizer
 from packtrain.engine.backends import target
 from packtrain.inference import embeddings
 from packtrain.inference.kv_cache import Context
@@ -50,7 +49,7 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     texts = _read_texts(settings)
     model = generation_settings.opened(settings, events.message)
     pooling = settings.pooling or embeddings.model_pooling(model)
-    token_ids = _encode_texts(model.tokenizer(), texts)
+    token_ids = [*map(model.tokenizer().encode, texts)]  # BOS and EOS as the model's file says
     max_tokens = settings.ctx or model.config.context_length
     embeddings.check_texts(token_ids, max_tokens)
     max_text_tokens = settings.ctx or max(map(len, token_ids))
@@ -73,11 +72,6 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
             vectors += [embeddings.normalize_vector(row, norm) for row in rows]
             report_progress(number + 1, len(token_ids))
     return TextEmbeddings(np.stack(vectors), tuple(map(len, token_ids)), pooling)
-
-
-def _encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Tokenize texts, with BOS and EOS as the model's file says."""
-    return [tokenizer.encode(text) for text in texts]
 
 
 def _read_texts(settings: EmbedSettings) -> list[str]:

@@ -51,7 +51,10 @@ class FitRecorder:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.exit_stack.enter_context(file_lock(self.folder / "lock", f"folder: {self.folder}"))
-        checkpoint = self._load_checkpoint(self.folder / CHECKPOINT)
+        path = self.folder / CHECKPOINT
+        if path.exists() and not self.resume:
+            raise InputError(f"{self.folder} has a run already; resume=True continues it")
+        checkpoint = checkpoints.load_checkpoint(path, self.report) if self.resume else None
         self.monitor = self.exit_stack.enter_context(RunMonitor(self.folder, Events()))
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -65,13 +68,6 @@ class FitRecorder:
         )
         self.step_start = time.perf_counter()
         return self
-
-    def _load_checkpoint(self, path: Path) -> checkpoints.TrainingCheckpoint | None:
-        if self.resume:
-            return checkpoints.load_checkpoint(path, self.report)
-        if path.exists():
-            raise InputError(f"{path.parent} has a run already; resume=True continues it")
-        return None
 
     def _restore(self, checkpoint: checkpoints.TrainingCheckpoint) -> None:
         """Set the leaves and the step of a checkpoint. Raises InputError if it is of another run."""

@@ -23,7 +23,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, after_step: int | None) -> None:
         if after_step is not None and path.exists():
-            _drop_later(path, after_step)
+            # drop records of later steps, and of an earlier end
+            with atomic_file(path) as file:
+                for record in iter_records(path):
+                    if record.get("event") != "end" and record.get("step", 0) <= after_step:
+                        file.write(record_line(record).encode())
         mode = "w" if after_step is None else "a"
         self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — see close
 
@@ -47,14 +51,6 @@ def record_line(record: Mapping[str, Any]) -> str:
         for key, value in ordered_record.items()
     }
     return json.dumps(json_record, allow_nan=False) + "\n"
-
-
-def _drop_later(path: Path, after_step: int) -> None:
-    """Drop records of steps after `after_step`, and of an earlier end."""
-    with atomic_file(path) as file:
-        for record in iter_records(path):
-            if record.get("event") != "end" and record.get("step", 0) <= after_step:
-                file.write(record_line(record).encode())
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:

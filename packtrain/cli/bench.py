@@ -103,11 +103,9 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
         report_data["tables"] = [table.to_json() for table in tables]
         write_text(settings.json, json.dumps(report_data, indent=1) + "\n")
     if settings.markdown:
-        table_pages = [table.markdown() for table in tables]
-        write_text(
-            settings.markdown,
-            "\n".join([PAGE, machine_rates.sentence(about) + ".", verdict, "", *table_pages]),
-        )
+        opening = [PAGE, machine_rates.sentence(about) + ".", verdict, ""]
+        page_parts = [*opening, *(table.markdown() for table in tables)]
+        write_text(settings.markdown, "\n".join(page_parts))
     return DONE
 
 

@@ -35,11 +35,8 @@ def _options(command: str) -> Iterator[tuple[list[str], tuple[str, ...], str]]:
         about = field.metadata
         if not about.get("positional"):
             negation = [flag(f"no_{field.name}")] if field.type in (bool, "bool") else []
-            yield (
-                [flag(field.name), *about["flags"], *negation],
-                tuple(about.get("choices", ())),
-                about["help"],
-            )
+            names, values = [flag(field.name), *about["flags"], *negation], about.get("choices", ())
+            yield names, tuple(values), about["help"]
 
 
 def _command_words() -> list[str]:

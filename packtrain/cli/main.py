@@ -53,11 +53,7 @@ COMMANDS = {
     "runs": ("runs", "RunsSettings", "runs . --html runs.html"),
     "eval": ("evaluate", "EvaluateSettings", "eval base.gguf tuned.gguf --data test.csv"),
     "compare": ("compare", "CompareSettings", "compare base.gguf tuned.gguf --data test.csv"),
-    "choose": (
-        "choose",
-        "ChooseSettings",
-        "choose base.gguf adapter.gguf --data test.csv -o small.gguf",
-    ),
+    "choose": ("choose", "ChooseSettings", "choose base.gguf adapter.gguf --data test.csv -o small.gguf"),
     "data": ("data", "DataSettings", "data chats.csv --model base.gguf --show 2"),
     "inspect": ("inspect", "InspectSettings", "inspect base.gguf --tensors"),
     "quantize": ("quantize", "QuantizeSettings", "quantize notes.gguf notes-q4.gguf Q4_K_M"),
@@ -201,12 +197,9 @@ def _parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] |
         parser.print_help()
         return None
     if unknown_arguments:
-        problem = (
-            f"there is no option {unknown_arguments[0]}"
-            if unknown_arguments[0].startswith("-")
-            else f"unexpected argument {unknown_arguments[0]}"
-        )
-        options.parser.error(problem)
+        argument = unknown_arguments[0]
+        problem = "there is no option" if argument.startswith("-") else "unexpected argument"
+        options.parser.error(f"{problem} {argument}")
     return options
 
 
@@ -337,11 +330,8 @@ class _CommandParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             commands = [*action.choices]
             suggestion = did_you_mean(value, commands) or f"; there are {', '.join(commands)}"
-            self.error(
-                f"there is no command {self.prog.partition(' ')[2]} {value}{suggestion}".replace(
-                    "  ", " "
-                )
-            )
+            fact = f"there is no command {self.prog.partition(' ')[2]} {value}{suggestion}"
+            self.error(fact.replace("  ", " "))
 
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument (?:\S+/)?", "", printable(message))

@@ -297,15 +297,13 @@ class StopTextFilter:
             at, self.matched_stop = min(matches)
             self.is_stopped, self._pending_text = True, ""
             return text[:at]
-        num_held = max(
-            (
-                prefix_length
-                for stop_text in self.stops
-                for prefix_length in range(1, min(len(stop_text), len(text) + 1))
-                if text.endswith(stop_text[:prefix_length])
-            ),
-            default=0,
+        prefix_lengths = (
+            length
+            for stop_text in self.stops
+            for length in range(1, min(len(stop_text), len(text) + 1))
+            if text.endswith(stop_text[:length])
         )
+        num_held = max(prefix_lengths, default=0)
         self._pending_text = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 

@@ -29,10 +29,8 @@ def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
     """Merge streams to one (..., C): the mean of the first and of the others' projections with the first's norm."""
     summed_streams = first_stream = one(h)
     for n in range(config.traits.num_streams - 1):
-        summed_streams = ops.add(
-            summed_streams,
-            match_norm(_project_stream(config, w, STREAMS_OUT, n, one(h, n + 1)), first_stream),
-        )
+        projection = _project_stream(config, w, STREAMS_OUT, n, one(h, n + 1))
+        summed_streams = ops.add(summed_streams, match_norm(projection, first_stream))
     return named("merged", ops.scale(summed_streams, by=1 / config.traits.num_streams))
 
 

@@ -120,11 +120,8 @@ def check_tensors(gguf: GGUF, config: Config, extra_tensors: Sequence[str] = ())
     """Raise InputError unless the file has the model's tensors, of readable types, and no others but extra ones."""
     leaves = transformer.weights(config)
     count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
-    unused = (
-        *(f"blk.{config.block_count + i}." for i in range(count)),
-        *unused_weights(config),
-        *extra_tensors,
-    )
+    unused_blocks = (f"blk.{config.block_count + i}." for i in range(count))
+    unused = *unused_blocks, *unused_weights(config), *extra_tensors
     unknown = [n for n in gguf.entries if n not in leaves and not n.startswith(unused)]
     if unknown:
         if unknown[0].startswith("optimizer."):
@@ -224,9 +221,8 @@ def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a dra
     model_tokens, draft_tokens = (file.gguf.metadata[TOKENS_KEY] for file in (model, draft))
     if abs(len(model_tokens) - len(draft_tokens)) > MAX_VOCAB_DIFFERENCE:
         raise InputError(
-            f"{draft.gguf.path}: its vocabulary has {len(draft_tokens):,} tokens and"
-            f" that of {model.gguf.path} {len(model_tokens):,};"
-            f" {subject} needs the same vocabulary"
+            f"{draft.gguf.path}: its vocabulary has {len(draft_tokens):,} tokens and that of {model.gguf.path}"
+            f" {len(model_tokens):,}; {subject} needs the same vocabulary"
         )
     for id, (a, b) in enumerate(zip(model_tokens, draft_tokens, strict=False)):
         if a != b:

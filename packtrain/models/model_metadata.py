@@ -49,9 +49,7 @@ def read_config(gguf: GGUF) -> Config:
         tied=reader.architecture.always_tied or not has_output, architecture=reader.architecture.name,
         optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1), rope_scaling=_read_rope_scaling(reader),
         temperature_scale=reader.read_optional_float(TEMPERATURE_KEY),
-        **{
-            **_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows, **factors,
-        },
+        **{**_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows, **factors},
         **(kinds(reader, gguf, num_blocks, windows) or {FEED_FORWARD: feed_forward_length(reader)}),
         **expert_metadata.read_expert_fields(reader),
     )  # fmt: skip
@@ -192,11 +190,9 @@ def _check_widths(keys: MetadataReader, config: Config) -> None:
         ("attention.q_lora_rank", config.q_lora_rank, 1),
     ):
         if size * multiplier > max_width:
-            raise keys.wrong(
-                key,
-                size,
-                f"at most {max_width // multiplier}, by embedding_length {config.embedding_length}",
-            )
+            limit = max_width // multiplier
+            expected = f"at most {limit}, by embedding_length {config.embedding_length}"
+            raise keys.wrong(key, size, expected)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

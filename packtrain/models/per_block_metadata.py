@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.gguf import GGUF, MetadataValue
+from packtrain.models.arch.architecture import HEAD_WIDTHS
 from packtrain.models.config import Config
 from packtrain.models.gguf_keys import MetadataReader
 
@@ -107,8 +108,5 @@ def per_block_metadata(config: Config) -> dict[str, MetadataValue]:
     if WINDOW_WIDTHS[0] in config.traits.key_defaults:
         window_width = config.key_length_swa or config.head_width
         metadata |= dict.fromkeys(WINDOW_WIDTHS, MetadataValue("u32", window_width))
-        metadata |= dict.fromkeys(
-            ("attention.key_length", "attention.value_length"),
-            MetadataValue("u32", config.head_width),
-        )
+        metadata |= dict.fromkeys(HEAD_WIDTHS, MetadataValue("u32", config.head_width))
     return metadata

@@ -64,13 +64,8 @@ def _softmax_mix(
     (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
     grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))
     x = ops.cont(ops.permute(grouped, axes=(0, 2, 3, 1, 4)))  # (B, K, H / K, T, D)
-    keys, values = (
-        ops.reshape(ops.permute(tensor, axes=axes), shape=shape)
-        for tensor, axes, shape in (
-            (k, (0, 2, 1, 3), (b, kv, 1, s, d)),
-            (v, (0, 2, 3, 1), (b, kv, 1, d, s)),
-        )
-    )
+    keys = ops.reshape(ops.permute(k, axes=(0, 2, 1, 3)), shape=(b, kv, 1, s, d))
+    values = ops.reshape(ops.permute(v, axes=(0, 2, 3, 1)), shape=(b, kv, 1, d, s))
     z = ops.matmul(x, keys)
     z = ops.scale(ops.tanh(z), by=softcap) if softcap else z
     mask = ops.scale(seen, by=MASK_VALUE, bias=-MASK_VALUE)

@@ -30,9 +30,8 @@ def check_compatible(
         )
     if checkpoint.about.get("ranks", 1) != current["ranks"]:
         report(
-            "the run had"
-            f" {plural(checkpoint.about.get('ranks', 1), 'process', 'processes')} and has {current['ranks']} now:"
-            " its sums are added in another order"
+            f"the run had {plural(checkpoint.about.get('ranks', 1), 'process', 'processes')} and has {current['ranks']}"
+            " now: its sums are added in another order"
         )
     if checkpoint.about["steps"] != current["steps"]:
         report(

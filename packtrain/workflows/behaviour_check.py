@@ -102,13 +102,12 @@ def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
         events.message(f"no held-out questions are answered: {error}")
         return
     tokenizer, texts = subject.model.tokenizer(), question_texts(subject, prompts)
+    rows = zip(texts, questions, *replies, strict=True)
     answers = [
         CheckedAnswer(
             text, tokenizer.decode(ids).strip(), base, base_ended, tuned, tuned_ended, len(ids)
         )
-        for text, (_, ids), (base, base_ended), (tuned, tuned_ended) in zip(
-            texts, questions, *replies, strict=True
-        )
+        for text, (_, ids), (base, base_ended), (tuned, tuned_ended) in rows
     ]
     answers_json = json.dumps([asdict(a) for a in answers], indent=1, ensure_ascii=False)
     write_text(settings.folder / ANSWERS_FILE, answers_json + "\n")

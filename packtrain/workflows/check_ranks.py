@@ -20,8 +20,10 @@ def check_ranks_agree(run_plan: PlannedRun) -> None:
     for rank, (_, facts) in enumerate(facts_by_rank):
         for fact_name in first:
             if facts[fact_name] != first[fact_name]:
+                is_setting = hasattr(run_plan.job.settings, fact_name) and fact_name != "data"
+                label = flag(fact_name) if is_setting else f"the {fact_name}"
                 raise InputError(
-                    f"rank {rank} has {_named(fact_name, run_plan)} {facts[fact_name]}, rank 0 has {first[fact_name]};"
+                    f"rank {rank} has {label} {facts[fact_name]}, rank 0 has {first[fact_name]};"
                     " all must be given the same"
                 )
 
@@ -39,8 +41,3 @@ def _rank_facts(run_plan: PlannedRun) -> dict[str, Any]:
     teacher_mark = getattr(run_plan.job.train, "mark", None)
     run_facts = {"version": __version__, "teacher": teacher_mark, "checkpoint": checkpoint_hash}
     return {**job_facts, **setting_values, **run_facts}
-
-
-def _named(fact_name: str, run_plan: PlannedRun) -> str:
-    is_setting = hasattr(run_plan.job.settings, fact_name) and fact_name != "data"
-    return flag(fact_name) if is_setting else f"the {fact_name}"

@@ -157,10 +157,8 @@ def opened(
 def configured(model: ModelFile, settings: Any, report: ReportFunction) -> ModelFile:
     """Return the model with precision, activations and attention as in a command's settings. Raises InputError."""
     check_precision(settings.precision, settings.device)
-    is_exact = settings.activations == AUTO and (settings.precision, settings.device) != (
-        F32,
-        "cpu",
-    )
+    may_round = settings.precision == F32 and settings.device == "cpu"
+    is_exact = settings.activations == AUTO and not may_round
     model = with_activations(model, F32 if is_exact else settings.activations)
     config, device = replace(model.config, precision=settings.precision), target(settings.device)
     kv_dtype = None if settings.cache_type is None else cache_dtype(config, settings.cache_type)

@@ -37,8 +37,7 @@ def _weights_by_matrix(
         if matrix_weights.size != math.prod(expected_shape):
             raise InputError(
                 f"{settings.imatrix}: {name} has {matrix_weights.size} weights, in {gguf.path}"
-                f" {math.prod(expected_shape)} inputs;"
-                " measure this model with `packtrain imatrix`"
+                f" {math.prod(expected_shape)} inputs; measure this model with `packtrain imatrix`"
             )
         weights_by_name[name] = matrix_weights.reshape(expected_shape)
     block_matrices = [

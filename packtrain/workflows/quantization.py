@@ -142,10 +142,8 @@ def _check_weights(
         is_changed = dtype is not entry.dtype and name not in weights_by_tensor
         if is_changed and dtype.column_weights_need not in ("", weightless_demand):
             advice = f"choose another for it with {outside[name]}" if name in outside else WEIGHTS
-            raise InputError(
-                f"type: {name} would be {dtype}, which is written only with weights of its columns",
-                advice,
-            )
+            fact = "which is written only with weights of its columns"
+            raise InputError(f"type: {name} would be {dtype}, {fact}", advice)
 
 
 def _requested_mix(settings: QuantizeSettings) -> QuantMix:

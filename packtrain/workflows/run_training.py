@@ -193,11 +193,8 @@ def _share_cores(ranks: int) -> None:
 def _check_outputs(settings: RunSettings) -> None:
     """Raise InputError if an output cannot be written or would replace another file, before any work."""
     check_writable(settings.output, "--output")
-    input_paths = [
-        *data_files(settings.data),
-        *(getattr(settings, n, None) for n in ("vocab", "from_checkpoint")),
-    ]
-    check_not_read(settings.output, "--output", input_paths)
+    model_paths = (getattr(settings, n, None) for n in ("vocab", "from_checkpoint"))
+    check_not_read(settings.output, "--output", [*data_files(settings.data), *model_paths])
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT
     if folder == output:
@@ -304,9 +301,8 @@ def _report_lines(result: TrainingResult) -> Iterator[str]:
     num_right, num_ends = result.ends
     if num_right < MIN_END_SHARE * num_ends:
         yield (
-            f"of {plural(num_ends, 'validation answer')} the model would end {num_right}"
-            " where they end: it may not stop "
-            "writing; train longer (--epochs, --iters) or with a larger --lr"
+            f"of {plural(num_ends, 'validation answer')} the model would end {num_right} where they end: it may not"
+            " stop writing; train longer (--epochs, --iters) or with a larger --lr"
         )
     yield f"the run is in {result.folder}, its curve in {result.folder / 'loss.svg'}"
 

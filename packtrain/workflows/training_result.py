@@ -74,13 +74,11 @@ class TrainingResult:
 
     def _repr_html_(self) -> str:
         progress = self.progress
+        peak_text, planned_text = map(size_text, (self.peak_nbytes, self.plan.planned_nbytes))
         summary_rows = [
             ("file", "not yet: the run was stopped" if self.stopped else str(self.output)),
             ("steps", f"{progress.step:,} of {self.plan.job.steps:,} in {clock(progress.seconds)}"),
-            (
-                "memory",
-                f"{size_text(self.peak_nbytes)} of {size_text(self.plan.planned_nbytes)} planned",
-            ),
+            ("memory", f"{peak_text} of {planned_text} planned"),
         ]
         if math.isfinite(progress.last):
             base_text = f" (base {progress.base:.4f})" if math.isfinite(progress.base) else ""

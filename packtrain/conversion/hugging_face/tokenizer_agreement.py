@@ -66,11 +66,8 @@ def _join_spaces(text: str) -> str:
 def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield built-in texts of all scripts in all frames, then random neighbours among the tokens of the vocabulary."""
     samples, frames = (
-        [
-            escaped_text.encode("latin-1").decode("unicode_escape")
-            for escaped_text in joined_text.replace("\n", "").split("|")
-        ]
-        for joined_text in (SAMPLE_TEXTS, FRAME_TEXTS)
+        escaped_texts.replace("\n", "").encode("latin-1").decode("unicode_escape").split("|")
+        for escaped_texts in (SAMPLE_TEXTS, FRAME_TEXTS)
     )
     yield from (frame.replace("{}", sample) for sample in samples for frame in frames)
     rng = random.Random(1)

@@ -239,10 +239,8 @@ class ConversationRenderer:
             end_match = self._end_pattern.search(text, search_start)
         if end_match is None:
             self.notes[ENDLESS_NOTE] += 1
-        return RenderedConversation(
-            text,
-            [(reply_start, end_match.end() if end_match else max(reply_start, len(text.rstrip())))],
-        )
+        reply_end = end_match.end() if end_match else max(reply_start, len(text.rstrip()))
+        return RenderedConversation(text, [(reply_start, reply_end)])
 
     def _with_thoughts(self, message: Message, text: str, reply_start: int) -> str:
         """Insert the thoughts before the reply, if the template leaves them out, as Gemma 4's does."""

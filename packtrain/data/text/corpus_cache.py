@@ -86,10 +86,7 @@ def read_corpus(folder: Path, splits: Sequence[str]) -> Corpus:
     notes = (folder / NOTES_FILE).read_text(encoding="utf-8").splitlines()
     vocabulary = vocabulary_of(folder / VOCABULARY_FILE)
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"].value)
-    return Corpus(
-        vocabulary,
-        read_tokens(folder, documents.TRAIN, vocab_size),
-        read_tokens(folder, documents.VALID, vocab_size) if documents.VALID in splits else None,
-        folder.name,
-        tuple(notes),
-    )
+    train, valid = read_tokens(folder, documents.TRAIN, vocab_size), None
+    if documents.VALID in splits:
+        valid = read_tokens(folder, documents.VALID, vocab_size)
+    return Corpus(vocabulary, train, valid, folder.name, tuple(notes))

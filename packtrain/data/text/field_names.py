@@ -89,8 +89,7 @@ def unknown_header(
     if any(_is_sentence(name) for name in names):
         return InputError(
             f"{location} is no header but a record: {shortlist(names)}; write the row"
-            f" {','.join(fields)} above it, or give"
-            f" --columns {numbered_columns}"
+            f" {','.join(fields)} above it, or give --columns {numbered_columns}"
         )
     longest = sorted(names, key=lambda name: -len(str(record.get(name.lower()))))[: len(fields)]
     columns = sorted(longest, key=names.index)

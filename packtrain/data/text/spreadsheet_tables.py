@@ -57,12 +57,9 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
             yield location, {name: cell for name, cell in zip(names, cells, strict=True) if name}
             continue
         num_cells, num_columns = plural(len(cells), "cell"), plural(len(names), "column")
-        report.reject(
-            InputError(
-                f"{location} has {num_cells} where the header has {num_columns}",
-                "a cell that contains the delimiter or a line break must be in double quotes",
-            )
-        )
+        fact = f"{location} has {num_cells} where the header has {num_columns}"
+        advice = "a cell that contains the delimiter or a line break must be in double quotes"
+        report.reject(InputError(fact, advice))
 
 
 def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:

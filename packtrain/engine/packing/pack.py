@@ -286,11 +286,8 @@ def run_compiled(
     scratch, packed_offsets = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
     packer, columns = getattr(kernels.packing, name), (lives[by], positions[order])
     run_packer = partial(packer, *columns, packed_offsets, scratch, limits)
-    return (
-        packed_offsets[positions]
-        if exact.stopped_by(clock, run_packer, limits) == exact.SOLVED
-        else None
-    )
+    is_solved = exact.stopped_by(clock, run_packer, limits) == exact.SOLVED
+    return packed_offsets[positions] if is_solved else None
 
 
 def _check_columns(

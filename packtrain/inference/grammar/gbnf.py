@@ -97,11 +97,8 @@ class _GbnfParser:
     def take(self, pattern: re.Pattern[str], description: str) -> str:
         match = pattern.match(self.text, self.pos)
         if match is None:
-            self.fail(
-                f"{description} is expected"
-                if self.peek_char()
-                else f"the text ends where {description} is expected"
-            )
+            place = "" if self.peek_char() else "the text ends where "
+            self.fail(f"{place}{description} is expected")
         self.pos = match.end()
         return match[0]
 
@@ -159,11 +156,8 @@ class _GbnfParser:
             if not (escape := self.text[self.pos : self.pos + 2]):
                 self.fail("the text ends inside quotes or brackets")
             num_digits = HEX.get(escape[1:])
-            self.fail(
-                f"{escape} needs {num_digits} hex digits"
-                if num_digits
-                else f"{escape} is no escape"
-            )
+            fact = f"needs {num_digits} hex digits" if num_digits else "is no escape"
+            self.fail(f"{escape} {fact}")
         self.pos = match.end()
         if digits := match[1] or match[2] or match[3]:
             if int(digits, 16) > 0x10FFFF:

@@ -20,14 +20,11 @@ class AdapterScales:
     def set(self, seqs: Sequence[int], scales_by_seq: Sequence[Sequence[float]]) -> None:
         """Set the scales of sequences. Raises ContextError unless there is a scale for each adapter."""
         num_adapters = self.scales.shape[1]
-        num_scales = next(
-            (len(seq_scales) for seq_scales in scales_by_seq if len(seq_scales) != num_adapters),
-            num_adapters,
-        )
-        if num_scales != num_adapters:
-            raise ContextError(
-                f"{num_scales} scales of adapters are given; there are {num_adapters} to choose"
-            )
+        for num_scales in map(len, scales_by_seq):
+            if num_scales != num_adapters:
+                raise ContextError(
+                    f"{num_scales} scales of adapters are given; there are {num_adapters} to choose"
+                )
         for seq, seq_scales in zip(seqs, scales_by_seq, strict=False):
             self.scales[seq] = seq_scales
 

@@ -189,10 +189,8 @@ class CellTable:
             for seq, start_pos in zip(run_seqs, since, strict=True):
                 state_table.drop_positions(seq, until=start_pos - 1)
             last = [self.next(seq) - 1 for seq in run_seqs]
-            inputs |= state_slot_inputs(
-                *state_table.advance_states(run_seqs, since, last, [(seq,) for seq in run_seqs]),
-                num_lines,
-            )
+            slots = state_table.advance_states(run_seqs, since, last, [(seq,) for seq in run_seqs])
+            inputs |= state_slot_inputs(*slots, num_lines)
         if self.width:
             inputs["cell_before"] = self.before(run_seqs, inputs["cell"], inputs["line"])
         return inputs | self.line_inputs(run_seqs, num_lines, "cell_", flash=flash)

@@ -57,10 +57,8 @@ def changes(hf_config: HFConfig, sizes: ModelSizes) -> Mapping[str, arch.Changed
 
     assert sizes.scan is not None
     inner_width, state, num_heads, num_groups, _ = sizes.scan
-    rows = np.repeat(
-        read_multipliers("ssm_multipliers", 5),
-        (inner_width, inner_width, num_groups * state, num_groups * state, num_heads),
-    )
+    counts = inner_width, inner_width, num_groups * state, num_groups * state, num_heads
+    rows = np.repeat(read_multipliers("ssm_multipliers", 5), counts)
     gate_multiplier, down = read_multipliers("mlp_multipliers", 2)
     attn_in, attn_out = by("attention_in_multiplier"), by("attention_out_multiplier")
     return {

@@ -32,12 +32,9 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def with_tied_embedding(hf_config: HFConfig) -> HFConfig:
-    return hf_config.but(
-        rms_norm_eps=hf_config.real("norm_eps", 1e-5),
-        tie_word_embeddings=hf_config.flag(
-            "tie_embedding", hf_config.flag("tie_word_embeddings", True)
-        ),
-    )
+    eps = hf_config.real("norm_eps", 1e-5)
+    is_tied = hf_config.flag("tie_embedding", hf_config.flag("tie_word_embeddings", True))
+    return hf_config.but(rms_norm_eps=eps, tie_word_embeddings=is_tied)
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:

@@ -62,10 +62,8 @@ class FitRecorder:
         variant = self.trainer.form
         rows = [(label, nbytes, "") for label, nbytes in variant.parts.items() if label != "arena"]
         process_row = ("process", self.trainer.baseline, "before the run")
-        write_text(
-            self.folder / "plan.html",
-            page_html(variant.largest_plan, title=str(variant), rows=[process_row, *rows]),
-        )
+        page = page_html(variant.largest_plan, title=str(variant), rows=[process_row, *rows])
+        write_text(self.folder / "plan.html", page)
         self.step_start = time.perf_counter()
         return self
 

@@ -261,11 +261,9 @@ def setting_text(value: Any) -> str:
     """Format a setting as text; None is empty."""
     if isinstance(value, list):
         return ", ".join(map(setting_text, value))
-    return (
-        ""
-        if value is None
-        else clipped_text(value if isinstance(value, str) else json.dumps(value, default=str))
-    )
+    if value is None:
+        return ""
+    return clipped_text(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def clipped_text(text: str) -> str:

@@ -9,14 +9,8 @@ from packtrain.common.options import DATA, OUTPUT, SOURCE, TRAINING, UPDATE, opt
 from packtrain.data.conversations import TRUNCATE_CHOICES
 from packtrain.models.distillation_loss import DistillationLoss
 from packtrain.models.preference_loss import KINDS, PreferenceLoss, make_preference
-from packtrain.training.run_settings import (
-    ALL_TURNS,
-    CHAT_TEMPLATE,
-    MAX_CONTEXT,
-    OUTPUT_TYPES,
-    VALIDATING,
-    RunSettings,
-)
+from packtrain.training import run_settings
+from packtrain.training.run_settings import ALL_TURNS, CHAT_TEMPLATE, VALIDATING, RunSettings
 
 NEXT_TOKEN = "next-token"
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
@@ -44,13 +38,13 @@ class TuneSettings(RunSettings):
     )
     ctx: int | None = DATA(
         None, "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
-        flags="-c --max-seq-length", min_value=2, max_value=MAX_CONTEXT,
+        flags="-c --max-seq-length", min_value=2, max_value=run_settings.MAX_CONTEXT,
     )  # fmt: skip
     adapter: Path | None = OUTPUT(
         None, "write a copy of the LoRA adapter to this GGUF file", conflicts=FULL | UNMERGED
     )
     type: str | None = OUTPUT(
-        None, "element type of the changed matrices (default: as in the base)", choices=OUTPUT_TYPES,
+        None, "element type of the changed matrices (default: as in the base)", choices=run_settings.OUTPUT_TYPES,
         conflicts=UNMERGED | AWARE,
     )  # fmt: skip
 

@@ -24,13 +24,8 @@ from packtrain.inference.kv_cache.context_size import ContextPlan
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES, CHECKPOINTS, RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.inference.speculative import ModelDrafter, NgramDrafter
-from packtrain.models.activation_rounding import (
-    ACTIVATIONS_HELP,
-    AUTO_HELP,
-    F32,
-    PRECISION_HELP,
-    Q8,
-)
+from packtrain.models import activation_rounding
+from packtrain.models.activation_rounding import ACTIVATIONS_HELP, AUTO_HELP, F32, Q8
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, with_flash
 from packtrain.models.config import Config, check_context
 from packtrain.models.model_file import ModelFile, check_vocabularies, open_model
@@ -66,7 +61,7 @@ class ModelOptions:
     cache_type: str = MODEL("f16", "element type of the KV cache", choices=CACHE_TYPES)
     flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     activations: str = MODEL(AUTO, f"{ACTIVATIONS_HELP}; {AUTO_HELP}", choices=(AUTO, F32, Q8))
-    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
+    precision: str = MODEL("f32", activation_rounding.PRECISION_HELP, choices=PRECISIONS)
     device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
 

@@ -18,12 +18,8 @@ from packtrain.common.options import COLUMNS, option, positional
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.dtypes.element_type import QuantMix
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, DeferredTensor, MetadataValue, TensorInfo
-from packtrain.kernels.quant.quantized_arrays import (
-    WeightedValues,
-    dequantize,
-    packed,
-    sum_of_squares,
-)
+from packtrain.kernels.quant import quantized_arrays
+from packtrain.kernels.quant.quantized_arrays import WeightedValues, packed, sum_of_squares
 from packtrain.models.quant_recipe import EMBEDDING_NAMES as EMBEDDINGS
 from packtrain.models.quant_recipe import MIXES, OUTPUT, tensor_dtypes
 
@@ -237,7 +233,7 @@ def _maker(
 
 def _as_floats(array: np.ndarray) -> np.ndarray:
     """Return the values as f32, without a copy if they are f32."""
-    return array if array.dtype == np.float32 else dequantize(array)
+    return array if array.dtype == np.float32 else quantized_arrays.dequantize(array)
 
 
 def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -18,12 +18,7 @@ from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import (
-    CONSTRAINTS,
-    GeneratedText,
-    GenerationSettings,
-    make_drafters,
-)
+from packtrain.workflows.generation_settings import CONSTRAINTS, GeneratedText, GenerationSettings
 from packtrain.workflows.warmup import warm
 
 UNDRAFTED = "--parallel writes tokens of all answers together; it takes no --model-draft"
@@ -86,7 +81,7 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
         return several_texts.sample(grammar, seed, size)
     with events.stopping() as stopped:
         limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        drafter = next(iter(make_drafters(settings, model, total_cells)), None)
+        drafter = next(iter(generation_settings.make_drafters(settings, model, total_cells)), None)
         reply_options = drafter, settings.draft_max, grammar
         reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *reply_options)
         if settings.display_prompt:

@@ -19,14 +19,8 @@ from packtrain.data.conversations.conversation_renderer import ConversationRende
 from packtrain.data.conversations.loss_mask import LossMasker, MaskedSample, windows
 from packtrain.data.conversations.messages import AnswerPair, Conversation
 from packtrain.data.conversations.record_formats import PlainText, RecordReader
-from packtrain.data.text.documents import (
-    SPLIT_NAMES,
-    TRAIN,
-    VALID,
-    SourceFile,
-    find_sources,
-    splits_of,
-)
+from packtrain.data.text import documents
+from packtrain.data.text.documents import SPLIT_NAMES, TRAIN, VALID, SourceFile, find_sources
 from packtrain.data.text.text_streams import COLUMNS, DATA_SUFFIXES, TABLES, suffix_of
 from packtrain.data.text.token_files import TokenFile, write_tokens
 from packtrain.data.token_cache import ReportProgress, report_progress
@@ -95,7 +89,7 @@ def write_dataset(
         raise InputError(f"{recipe.model}: {error}") from None
     sources = sources_of(recipe)
     split = 0.0 if any(source.split for source in sources) else recipe.val_split
-    splits = splits_of(recipe.val_split, sources)
+    splits = documents.splits_of(recipe.val_split, sources)
     splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0
     with ExitStack() as stack:
         vocab_size = maker.masker.tokenizer.vocab_size

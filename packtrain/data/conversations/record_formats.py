@@ -17,13 +17,7 @@ from packtrain.common.text import plural, shortlist
 from packtrain.data.conversations import field_meanings
 from packtrain.data.conversations import messages as sample_messages
 from packtrain.data.conversations.field_meanings import CONTEXT_TABLE, LABEL, ROW_TABLE, check
-from packtrain.data.conversations.messages import (
-    RECORD_ADVICE,
-    AnswerPair,
-    Conversation,
-    Message,
-    new_message,
-)
+from packtrain.data.conversations.messages import AnswerPair, Conversation, Message, new_message
 from packtrain.data.text.documents import SourceFile, TextPiece, read_documents, sound
 from packtrain.data.text.field_names import unknown_header
 from packtrain.data.text.reading_report import ReadingReport
@@ -74,7 +68,7 @@ class RecordReader:
         if suffix_of(self.source.path) not in RECORDS:
             yield from self._documents()
             return
-        for location, raw_record in read_records(RECORD_ADVICE, self.report):
+        for location, raw_record in read_records(sample_messages.RECORD_ADVICE, self.report):
             try:
                 parsed_record = self._parsed(raw_record, location)
             except InputError as error:
@@ -170,9 +164,8 @@ def _detect_format(record: Mapping[str, Any], location: str, report: ReadingRepo
     if report.header:
         raise unknown_header(report.header, report.column_names, ["prompt", "completion"], record)
     fields_text = f"the fields {shortlist(record)}" if record else "no fields"
-    raise InputError(
-        f"{location} has {fields_text}", f"{RECORD_ADVICE}; --columns NAME=FIELD renames others"
-    )
+    advice = f"{sample_messages.RECORD_ADVICE}; --columns NAME=FIELD renames others"
+    raise InputError(f"{location} has {fields_text}", advice)
 
 
 def _parse_messages(record: Mapping[str, Any], location: str) -> Conversation:
@@ -229,7 +222,7 @@ def _system_messages(record: Mapping[str, Any], location: str) -> list[Message]:
 
 
 def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:
-    text = sound(record["text"], f"{location}: text", RECORD_ADVICE)
+    text = sound(record["text"], f"{location}: text", sample_messages.RECORD_ADVICE)
     if not text.strip():
         raise InputError(f"{location}: text is empty", "it must have words")
     return PlainText(location, (text,), True)

@@ -12,19 +12,8 @@ from pathlib import Path
 from packtrain import gguf
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
-from packtrain.data.text.documents import (
-    SPLIT_NAMES,
-    TRAIN,
-    CorpusRecipe,
-    SourceFile,
-    TextPiece,
-    TextSurvey,
-    assign_splits,
-    find_sources,
-    read_documents,
-    splits_of,
-    survey,
-)
+from packtrain.data.text import documents
+from packtrain.data.text.documents import SPLIT_NAMES, TRAIN, CorpusRecipe, SourceFile, TextPiece
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.text_streams import is_packed
 from packtrain.data.text.token_files import TokenFile, write_tokens
@@ -38,16 +27,16 @@ VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 
 def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> None:
     """Fill a folder with the tokens of a corpus. Raises InputError for bad text."""
-    sources = find_sources(text.data)
+    sources = documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
     has_packed = any(is_packed(source.path) for source in sources)
 
     def read(activity: str, reports: list[ReadingReport], nbytes: int) -> Iterator[TextPiece]:
-        pieces = read_documents(sources, text.separator, reports, text.keep_separators)
+        pieces = documents.read_documents(sources, text.separator, reports, text.keep_separators)
         return _with_progress(pieces, activity, nbytes, report)
 
     reports = _reports_of(text, sources)
-    survey_result = survey(read("reading", reports, 0 if has_packed else total))
+    survey_result = documents.survey(read("reading", reports, 0 if has_packed else total))
     found_notes = [note for report in reports for note in report.notes]
     if not survey_result.num_documents:
         problem = "holds nothing but whitespace" if total else "is empty"
@@ -60,11 +49,11 @@ def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> No
 
     def divided(activity: str) -> Iterator[TextPiece]:
         pieces = read(activity, _reports_of(text, sources), survey_result.nbytes)
-        return assign_splits(pieces, survey_result, split)
+        return documents.assign_splits(pieces, survey_result, split)
 
     vocabulary, note = _make_vocabulary(text, survey_result, divided("sampling for the vocabulary"))
     tokenizer = _make_tokenizer(text, vocabulary)
-    parts = splits_of(text.val_split, sources)
+    parts = documents.splits_of(text.val_split, sources)
     with ExitStack() as stack:
         vocab_size = tokenizer.vocab_size
         files = {p: stack.enter_context(write_tokens(folder, p, vocab_size)) for p in parts}
@@ -98,7 +87,7 @@ def _with_progress(
 
 
 def _make_vocabulary(
-    text: CorpusRecipe, survey_result: TextSurvey, pieces: Iterable[TextPiece]
+    text: CorpusRecipe, survey_result: documents.TextSurvey, pieces: Iterable[TextPiece]
 ) -> tuple[dict[str, MetadataValue], str]:
     """Load or train the vocabulary; returns it with a message about its origin."""
     if text.vocab is not None:
@@ -170,6 +159,6 @@ def _check_filled(text: CorpusRecipe, files: Mapping[str, TokenFile]) -> None:
 
 
 def _note(split: str, file: TokenFile, nbytes: int) -> str:
-    documents = plural(len(file.starts), "document")
+    count_text = plural(len(file.starts), "document")
     density = f"{nbytes / file.num_tokens:.2f} bytes per token"
-    return f"{SPLIT_NAMES[split]}: {documents}, {file.num_tokens:,} tokens, {density}"
+    return f"{SPLIT_NAMES[split]}: {count_text}, {file.num_tokens:,} tokens, {density}"

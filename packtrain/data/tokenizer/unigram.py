@@ -6,20 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.encoding import SPACE, Encoding
-from packtrain.data.tokenizer.token_table import (
-    KEYS,
-    NORMAL,
-    UNUSED,
-    USER_DEFINED,
-    TokenizerError,
-    TokenTable,
-    flag,
-    read_numbers,
-)
+from packtrain.data.tokenizer.token_table import KEYS, USER_DEFINED, TokenizerError, read_numbers
 
 # types of tokens into which texts are divided
-MATCHED_TYPES = (NORMAL, USER_DEFINED, UNUSED)
+MATCHED_TYPES = (token_table.NORMAL, USER_DEFINED, token_table.UNUSED)
 UNKNOWN_PENALTY = np.float32(10)  # score of the worst token less that of an unknown character
 LEAF_BIT, WIDE_BIT, VALUE = 1 << 8, 1 << 9, (1 << 31) - 1  # bits of an entry of the character map
 
@@ -30,7 +22,7 @@ class UnigramEncoding(Encoding):
     adds_eos = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        super().__init__(TokenTable(metadata, requires_types=True, eos=1, unk=2))
+        super().__init__(token_table.TokenTable(metadata, requires_types=True, eos=1, unk=2))
         num_tokens = len(self.table.tokens)
         token_types = read_numbers(metadata, "token_type", num_tokens).astype(int)  # as in the file
         scores = read_numbers(metadata, "scores", num_tokens).astype(np.float32)
@@ -39,9 +31,9 @@ class UnigramEncoding(Encoding):
                 f"the vocabulary has no unknown token; {KEYS}unknown_token_id must name one"
             )
         self._unknown_id = self.table.unk
-        self.strips_leading_space = flag(metadata, "add_space_prefix", False)
-        self._joins_spaces = flag(metadata, "remove_extra_whitespaces", False)
-        lowest = scores[token_types == NORMAL].min(initial=np.finfo(np.float32).max)
+        self.strips_leading_space = token_table.flag(metadata, "add_space_prefix", False)
+        self._joins_spaces = token_table.flag(metadata, "remove_extra_whitespaces", False)
+        lowest = scores[token_types == token_table.NORMAL].min(initial=np.finfo(np.float32).max)
         self._unknown_score = float(lowest - UNKNOWN_PENALTY)
         self._scores = np.where(token_types == USER_DEFINED, 0, scores).tolist()
         self._matched_ids: list[int] = np.isin(token_types, MATCHED_TYPES).nonzero()[0].tolist()

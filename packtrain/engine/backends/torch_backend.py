@@ -17,16 +17,10 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, DTYPES_BY_NUMPY, Dtype, bf16, f64
-from packtrain.engine.backends import cuda_caching, cuda_streams, host, triton
+from packtrain.engine.backends import cuda_caching, cuda_streams, host, torch_temporaries, triton
 from packtrain.engine.backends.cuda_graphs import cuda_of, make_room, record_graphs
 from packtrain.engine.backends.host import AnyOp, Attrs, Backend, Host, Inputs, OpCall, Runs
-from packtrain.engine.backends.torch_temporaries import (
-    KernelFootprint,
-    kernel_footprint,
-    temporaries,
-    torch_name,
-    torch_type,
-)
+from packtrain.engine.backends.torch_temporaries import KernelFootprint, torch_name, torch_type
 from packtrain.engine.ops.torch_kernels import BlockArray, torch
 from packtrain.engine.tensor import Kernel, Spec
 
@@ -130,7 +124,7 @@ class TorchHost(Host):
 
     def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
         """Return room for the temporaries of a kernel: plans count it, and the kernel does not get it."""
-        return temporaries(op, inputs, attrs) if NAME in op.kernels else ()
+        return torch_temporaries.temporaries(op, inputs, attrs) if NAME in op.kernels else ()
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         return sum(TENSOR_NBYTES * (len(inputs) + 1) for _, inputs, _ in op_calls)
@@ -201,7 +195,7 @@ class TorchDevice:
         return CUDA_KERNEL if self.fused and CUDA_KERNEL in op.kernels else NAME
 
     def _measured(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> KernelFootprint:
-        return kernel_footprint(op, inputs, attrs, self._kernel_name(op))
+        return torch_temporaries.kernel_footprint(op, inputs, attrs, self._kernel_name(op))
 
     def _lacks_dtype(self, dtype: Dtype) -> bool:
         """Whether PyTorch lacks this element type on the device: `mps` has no f64."""

@@ -6,17 +6,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
-from packtrain.engine.ops import torch_kernels
-from packtrain.engine.ops.arrays import (
-    check_ids,
-    copy_acc,
-    copy_acc_or_zero,
-    floats,
-    gradient_samples,
-    packed,
-    rows,
-    rows_or_absent,
-)
+from packtrain.engine.ops import arrays, torch_kernels
+from packtrain.engine.ops.arrays import check_ids, copy_acc, copy_acc_or_zero, floats, packed, rows
 from packtrain.engine.ops.costs import Cost, by_expert, multiplied
 from packtrain.engine.ops.matmul import is_matrix
 from packtrain.engine.ops.shape import reshape, transpose
@@ -316,7 +307,7 @@ def weighted_rows_back_numpy(out, dy, x, ids, weights):
 @weighted_rows_back.kernel("cpu")
 def weighted_rows_back_cpu(out, dy, x, ids, weights):
     check_ids("weighted_rows_back", ids, len(x), min_id=0)
-    dx, dweights = (rows_or_absent(t) for t in out)
+    dx, dweights = (arrays.rows_or_absent(t) for t in out)
     kernels.experts.weighted_rows_back(dx, dweights, rows(dy), x, rows(ids), rows(weights))
 
 
@@ -333,7 +324,7 @@ def weighted_rows_back_torch(out, dy, x, ids, weights):
         dx.index_copy_(0, ids.view(-1).long(), row_grads.flatten(0, 1))
 
 
-weighted_rows_back.samples(gradient_samples(weighted_rows, weighted_rows_back))
+weighted_rows_back.samples(arrays.gradient_samples(weighted_rows, weighted_rows_back))
 
 
 # ---- for samples ---------------------------------------------------------------------------------------------

@@ -7,17 +7,8 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import (
-    as_matrix,
-    copy_acc,
-    copy_acc_or_zero,
-    flatten,
-    floats,
-    invalid_id,
-    packed,
-    run_replayable,
-)
-from packtrain.engine.ops.arrays import check_ids as check_ids_numpy
+from packtrain.engine.ops import arrays
+from packtrain.engine.ops.arrays import as_matrix, flatten, floats, packed, run_replayable
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import BlockArray, blocks, check_ids, torch, unpack
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
@@ -30,7 +21,7 @@ Q8_0 = BLOCK_TYPES["q8_0"]
 def _raise_if_invalid(name, ids, num_rows, position):
     """Raise IndexError for the id at the position that a kernel returned, if it is not negative."""
     if position >= 0:
-        raise invalid_id(name, ids, position, num_rows)
+        raise arrays.invalid_id(name, ids, position, num_rows)
 
 
 @op()
@@ -54,7 +45,7 @@ def get_rows_vjp(dy, y, w, ids):
 
 @get_rows.kernel("numpy")
 def get_rows_numpy(y, w, ids):
-    check_ids_numpy("get_rows", ids, len(w))
+    arrays.check_ids("get_rows", ids, len(w))
     y[...] = floats(w[np.maximum(ids, 0)])
     y[ids < 0] = 0
 
@@ -113,14 +104,14 @@ def get_rows_back_vjp(ddw, dw, dy, ids, acc, *, shape):
 
 @get_rows_back.kernel("numpy")
 def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
-    check_ids_numpy("get_rows_back", ids, len(dw))
+    arrays.check_ids("get_rows_back", ids, len(dw))
     dw[...] = 0 if acc is None else acc
     np.add.at(dw, ids[ids >= 0], dy[ids >= 0])
 
 
 @get_rows_back.kernel("cpu")
 def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
-    copy_acc(dw, acc)
+    arrays.copy_acc(dw, acc)
     invalid_position = kernels.rows.get_rows_back(
         as_matrix(dw, 1), as_matrix(dy, ids.ndim), flatten(ids), acc is not None
     )
@@ -130,7 +121,7 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
 @get_rows_back.kernel("torch")
 def get_rows_back_torch(dw, dy, ids, acc, *, shape):
     check_ids("get_rows_back", ids, len(dw))
-    copy_acc_or_zero(dw, acc)
+    arrays.copy_acc_or_zero(dw, acc)
     ids = ids.view(-1)
     dy_rows = as_matrix(dy, dy.ndim - dw.ndim + 1)
     if dw.numel() and triton.runs_on(dw):
@@ -179,7 +170,7 @@ def set_rows_vjp(dy, y, leaf, x, ids):
 
 @set_rows.kernel("numpy")
 def set_rows_numpy(out, leaf, x, ids):
-    check_ids_numpy("set_rows", ids, len(leaf))
+    arrays.check_ids("set_rows", ids, len(leaf))
     x_rows = x[ids >= 0]
     with np.errstate(over="ignore"):  # overflow of f16 becomes infinite
         leaf[ids[ids >= 0]] = (
@@ -239,7 +230,7 @@ zero_rows.vjp(lambda dy, y, x, ids: (zero_rows(dy, ids), None))
 
 @zero_rows.kernel("numpy")
 def zero_rows_numpy(y, x, ids):
-    check_ids_numpy("zero_rows", ids, len(x))
+    arrays.check_ids("zero_rows", ids, len(x))
     y[...] = x
     y[ids[ids >= 0]] = 0
 

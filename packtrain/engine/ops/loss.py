@@ -4,21 +4,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f16, f32, i32
-from packtrain.engine.ops import costs, torch_loss
-from packtrain.engine.ops.arrays import (
-    check_ids,
-    check_precision,
-    f32_rows,
-    flatten,
-    flatten_or_absent,
-    floats,
-    gradient_samples,
-    num_bf16_terms,
-    packed,
-    rows,
-    rows_or_absent,
-    times,
-)
+from packtrain.engine.ops import arrays, costs, torch_loss
+from packtrain.engine.ops.arrays import flatten, flatten_or_absent, rows, rows_or_absent, times
 from packtrain.engine.ops.costs import Cost, elementwise_cost
 from packtrain.engine.ops.elementwise import mul
 from packtrain.engine.ops.shape import reshape
@@ -34,7 +21,7 @@ def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> 
 
 
 def _check_target_ids(op_name, targets, num_classes):
-    check_ids(op_name, targets, num_classes, valid_range=f"the {num_classes} classes")
+    arrays.check_ids(op_name, targets, num_classes, valid_range=f"the {num_classes} classes")
 
 
 def _row_losses(logits, targets):
@@ -78,7 +65,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spe
     loss     ()        f32, first result
     losses   (...)     f32, second result
     """
-    f32_rows(logits, "logits")
+    arrays.f32_rows(logits, "logits")
     _check_targets(targets, weights, logits.shape[:-1])
     return Spec(()), Spec(targets.shape)
 
@@ -153,7 +140,7 @@ def cross_entropy_back_cost(dlogits, dloss, logits, targets, weights):
     return Cost({"exp": 2 * logits.spec.size})  # once for the sum, once for the probabilities
 
 
-cross_entropy_back.samples(gradient_samples(cross_entropy, cross_entropy_back))
+cross_entropy_back.samples(arrays.gradient_samples(cross_entropy, cross_entropy_back))
 
 
 def _check_head(x: Tensor, w: Tensor, b: Tensor | None, chunk: int, softcap: float) -> None:
@@ -188,7 +175,7 @@ def linear_cross_entropy(
     Gradients of `losses` use dx if weights are constant 1 and w is frozen; else logits are computed again.
     precision as in matmul. Chunks as in Liger-Kernel's fused linear cross-entropy.
     """
-    check_precision(precision)
+    arrays.check_precision(precision)
     _check_head(x, w, b, chunk, softcap)
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
@@ -247,7 +234,7 @@ def linear_cross_entropy_workspace(x, w, targets, weights, b, *, chunk, precisio
 def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
     _check_target_ids("linear_cross_entropy", targets, len(w))
     (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
-    w = floats(w)
+    w = arrays.floats(w)
     logits = times(x, w.T, precision) + (0 if b is None else b)
     if correct is not None:
         correct[...] = _is_target_largest(logits, targets)
@@ -265,9 +252,9 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, 
     (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
     by_row = flatten(loss), flatten(losses), flatten_or_absent(correct)
     output_arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flatten_or_absent(db), *work
-    args = rows(x), *packed(w), flatten_or_absent(b), flatten(targets), flatten(weights)
-    kernel_module = kernels.fused_head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
-    kernel_module.linear_cross_entropy(*output_arrays, *args, softcap, num_bf16_terms(precision))
+    args = rows(x), *arrays.packed(w), flatten_or_absent(b), flatten(targets), flatten(weights)
+    module = kernels.fused_head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
+    module.linear_cross_entropy(*output_arrays, *args, softcap, arrays.num_bf16_terms(precision))
 
 
 linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)

@@ -6,14 +6,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import (
-    f32_rows,
-    flatten_or_absent,
-    gradient_samples,
-    rows,
-    rows_or_absent,
-    run_replayable,
-)
+from packtrain.engine.ops import arrays
+from packtrain.engine.ops.arrays import f32_rows, flatten_or_absent, rows, rows_or_absent
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import scale, sub
 from packtrain.engine.ops.reduce import sum_like, sum_rows
@@ -56,7 +50,7 @@ def rms_norm_numpy(y, x, w, *, eps):
 
 @rms_norm.kernel("cpu")
 def rms_norm_cpu(y, x, w, *, eps):
-    return run_replayable(kernels.norm.rms_norm, rows(y), rows(x), flatten_or_absent(w), eps)
+    return arrays.run_replayable(kernels.norm.rms_norm, rows(y), rows(x), flatten_or_absent(w), eps)
 
 
 @rms_norm.kernel("torch")
@@ -119,7 +113,7 @@ def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
     dx, dw = out
     results = rows_or_absent(dx), flatten_or_absent(dw), work[0]
     inputs = rows(dy), rows(x), flatten_or_absent(w), rows_or_absent(acc)
-    return run_replayable(kernels.norm.rms_norm_back, *results, *inputs, eps)
+    return arrays.run_replayable(kernels.norm.rms_norm_back, *results, *inputs, eps)
 
 
 @rms_norm_back.kernel("torch")
@@ -140,7 +134,7 @@ rms_norm_back.cost(elementwise_cost(1.4))
 
 @rms_norm_back.samples
 def rms_norm_back_samples():
-    yield from gradient_samples(rms_norm, rms_norm_back)()
+    yield from arrays.gradient_samples(rms_norm, rms_norm_back)()
     x = input("x", (2, 3, 16))
     yield rms_norm_back(input("dy", (2, 3, 16)), x, None, input("acc", (2, 3, 16)), eps=1e-5)[0]
 

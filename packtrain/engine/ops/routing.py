@@ -7,14 +7,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import (
-    assigned,
-    check_ids,
-    f32_rows,
-    flatten,
-    gradient_samples,
-    rows,
-)
+from packtrain.engine.ops import arrays
+from packtrain.engine.ops.arrays import assigned, check_ids, f32_rows, flatten, rows
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.ops.torch_kernels import check_ids as torch_check_ids
 from packtrain.engine.ops.torch_kernels import top_k_indices, torch
@@ -130,7 +124,7 @@ def take_back_torch(dx, dy, ids, *, width):
 
 @take_back.samples
 def take_back_samples():
-    yield from gradient_samples(take, take_back)()
+    yield from arrays.gradient_samples(take, take_back)()
     repeated_ids = constant("ids", np.array([[1, 1, 0]]), i32)
     yield take_back(input("dy", (1, 3)), repeated_ids, width=2)
 

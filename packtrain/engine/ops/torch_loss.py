@@ -1,22 +1,13 @@
 """Cross-entropy by PyTorch: see `loss`."""
 
 from packtrain.engine.backends import triton
+from packtrain.engine.ops import torch_kernels
 from packtrain.engine.ops.arrays import rows
-from packtrain.engine.ops.torch_kernels import (
-    CHUNK,
-    LARGE,
-    add_product,
-    add_product_back,
-    check_ids,
-    chunk_bounds,
-    multiply,
-    to_sum_dtype,
-    torch,
-)
+from packtrain.engine.ops.torch_kernels import CHUNK, LARGE, add_product, to_sum_dtype, torch
 
 
 def _check_targets(name, targets, num_classes):
-    check_ids(name, targets, num_classes, valid_range=f"the {num_classes} classes")
+    torch_kernels.check_ids(name, targets, num_classes, valid_range=f"the {num_classes} classes")
 
 
 def _target_columns(targets):
@@ -73,7 +64,7 @@ def linear_cross_entropy(
             grads.zero_()
     flat_inputs = [None if t is None else t.view(-1) for t in (losses, correct, targets, weights)]
     row_inputs = *flat_inputs[:2], None if dx is None else rows(dx), rows(x), *flat_inputs[2:]
-    for row_start, row_end in chunk_bounds(len(flat_inputs[0]), chunk, x):
+    for row_start, row_end in torch_kernels.chunk_bounds(len(flat_inputs[0]), chunk, x):
         row_slices = (None if t is None else t[row_start:row_end] for t in row_inputs)
         _head(rated or _rated, unpack_size, *row_slices, dw, db, w, b, softcap, precision)
     _sum_losses(loss, losses, weights)
@@ -94,9 +85,9 @@ def _head(rated, size, losses, right, dx, x, targets, weights, dw, db, w, b, sof
     if db is not None:
         db.add_(logit_grads.sum(0))
     if dx is not None:
-        add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=size)
+        torch_kernels.add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=size)
     if dw is not None:
-        multiply(dw, logit_grads.mT, x, False, precision)
+        torch_kernels.multiply(dw, logit_grads.mT, x, False, precision)
 
 
 def _rated(logits, losses, right, targets, weights, b, softcap, has_gradients):

@@ -5,21 +5,10 @@ import math
 import numpy as np
 
 from packtrain import kernels
+from packtrain.engine.ops import elementwise
 from packtrain.engine.ops.arrays import flatten
 from packtrain.engine.ops.costs import elementwise_cost
-from packtrain.engine.ops.elementwise import (
-    exp,
-    f32_only,
-    mul,
-    neg,
-    relu,
-    scale,
-    sigmoid,
-    sqr,
-    step,
-    sub,
-    unary,
-)
+from packtrain.engine.ops.elementwise import mul, neg, relu, scale, sigmoid, sqr, sub, unary
 from packtrain.engine.ops.torch_kernels import copied, filled, filled_by_aten, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, op, require
 
@@ -64,7 +53,7 @@ sin.vjp(lambda dy, y, x: (mul(dy, cos(x)),))
 cos.vjp(lambda dy, y, x: (neg(mul(dy, sin(x))),))
 elu.vjp(lambda dy, y, x: (mul(dy, scale(sub(y, relu(y)), by=1.0, bias=1.0)),))
 softplus.vjp(lambda dy, y, x: (mul(dy, sigmoid(x)),))
-erf.vjp(lambda dy, y, x: (mul(dy, scale(exp(neg(sqr(x))), by=2 / math.sqrt(math.pi))),))
+erf.vjp(lambda dy, y, x: (mul(dy, scale(elementwise.exp(neg(sqr(x))), by=2 / math.sqrt(math.pi))),))
 
 
 @gelu.vjp
@@ -94,14 +83,14 @@ def gelu_erf(x: Tensor) -> Tensor:
 def clamp(x: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Spec:
     """Bound x: y = x, but at least `low` and at most `high`; beyond them the gradient is 0. ggml_clamp."""
     require(low <= high, f"low is {low} and high is {high}; low must not be above high")
-    return f32_only(x)
+    return elementwise.f32_only(x)
 
 
 @clamp.vjp
 def clamp_vjp(dy, y, x, *, low, high):
     for bound, sign in ((low, 1.0), (high, -1.0)):
         if math.isfinite(bound):  # 1 - step(sign * (bound - x))
-            is_outside = step(scale(x, by=-sign, bias=sign * bound))
+            is_outside = elementwise.step(scale(x, by=-sign, bias=sign * bound))
             dy = mul(dy, scale(is_outside, by=-1.0, bias=1.0))
     return (dy,)
 
@@ -138,10 +127,12 @@ def _values_off_bounds(n):
 def leaky_relu(x: Tensor, *, slope: float) -> Spec:
     """y = x where x > 0, else slope * x. ggml_leaky_relu."""
     require(0 <= slope <= 1, f"slope is {slope}; it must be from 0 to 1")
-    return f32_only(x)
+    return elementwise.f32_only(x)
 
 
-leaky_relu.vjp(lambda dy, y, x, *, slope: (mul(dy, scale(step(x), by=1.0 - slope, bias=slope)),))
+leaky_relu.vjp(
+    lambda dy, y, x, *, slope: (mul(dy, scale(elementwise.step(x), by=1.0 - slope, bias=slope)),)
+)
 
 
 @leaky_relu.kernel("numpy")

@@ -8,16 +8,11 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
+from packtrain.inference.grammar import vocabulary_table
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import locate_fault, parse_schema, schema_to_lark
-from packtrain.inference.grammar.vocabulary_table import (
-    DEAD_END,
-    DIGITS,
-    digit_tokens,
-    grammar_matcher,
-    table,
-)
+from packtrain.inference.grammar.vocabulary_table import DEAD_END, DIGITS, digit_tokens, table
 
 MAX_DIGITS = 16  # of an integer, of decimals and of an exponent in JSON, as in llama.cpp
 REASON_PREFIX = "error: "  # in llguidance's messages
@@ -37,7 +32,7 @@ class Grammar:
         """source: text in llguidance's notation; words, tokens: triggers. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
-        self._matcher = grammar_matcher(self._token_table, source)
+        self._matcher = vocabulary_table.grammar_matcher(self._token_table, source)
         self._has_json = "%json" in source
         self._check_matcher("it cannot be used")
         can_begin = self._token_mask().any()

@@ -11,24 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.inference.grammar.nodes import (
-    GrammarRules,
-    LexemeNode,
-    Node,
-    RepeatNode,
-    RuleReference,
-    SequenceNode,
-    TokenNode,
-    node_heads,
-    parts_of,
-    rule_heads,
-)
-from packtrain.inference.grammar.vocabulary_table import (
-    DEAD_END,
-    LARK_HEADER,
-    grammar_matcher,
-    llguidance,
-)
+from packtrain.inference.grammar import nodes as grammar_nodes
+from packtrain.inference.grammar import vocabulary_table
+from packtrain.inference.grammar.nodes import GrammarRules, LexemeNode, Node, RepeatNode, TokenNode
+from packtrain.inference.grammar.vocabulary_table import DEAD_END, LARK_HEADER, grammar_matcher
 
 MAX_CHECKED_LENGTH = 1 << 18  # characters of all lexemes together, beyond which none is checked
 MARKERS = 128  # characters of one byte
@@ -59,18 +45,18 @@ def conflicting_lexemes(definitions: Sequence[str], extensions: Sequence[str]) -
 
 @cache
 def _byte_table() -> Any:
-    return llguidance().LLTokenizer("byte")
+    return vocabulary_table.llguidance().LLTokenizer("byte")
 
 
 def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
     """Return for each lexeme the lexemes that can come after it."""
     follow_by_lexeme: list[set[int]] = [set() for _ in range(num_lexemes)]
     follow_by_rule: dict[str, set[int]] = {rule_name: set() for rule_name in rules}
-    heads = rule_heads(rules)
+    heads = grammar_nodes.rule_heads(rules)
 
     @cache
     def head_lexemes(node: Node) -> tuple[set[int], bool]:
-        leaves, is_nullable = node_heads(node, heads)
+        leaves, is_nullable = grammar_nodes.node_heads(node, heads)
         lexemes = {leaf.lexeme_index for leaf in leaves if isinstance(leaf, LexemeNode)}
         has_any = any(isinstance(leaf, TokenNode) and leaf.is_negated for leaf in leaves)
         return lexemes | ({ANY_CHAR} if has_any else set()), is_nullable
@@ -78,13 +64,13 @@ def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
     def visit(node: Node, following: set[int]) -> None:
         if isinstance(node, LexemeNode):
             follow_by_lexeme[node.lexeme_index] |= following
-        elif isinstance(node, RuleReference):
+        elif isinstance(node, grammar_nodes.RuleReference):
             follow_by_rule[node.rule_name] |= following
         elif isinstance(node, RepeatNode):
             visit(node.child, following | head_lexemes(node.child)[0])
-        for child in () if isinstance(node, RepeatNode) else reversed(parts_of(node)):
+        for child in () if isinstance(node, RepeatNode) else reversed(grammar_nodes.parts_of(node)):
             visit(child, following)
-            if isinstance(node, SequenceNode):
+            if isinstance(node, grammar_nodes.SequenceNode):
                 first_lexemes, is_nullable = head_lexemes(child)
                 following = first_lexemes | following if is_nullable else first_lexemes
 

@@ -12,13 +12,7 @@ import numpy as np
 
 from packtrain.common.text import plural
 from packtrain.inference.kv_cache import kv_cells
-from packtrain.inference.kv_cache.kv_cells import (
-    SEQUENCES,
-    CacheFull,
-    CellTable,
-    bit,
-    state_slot_inputs,
-)
+from packtrain.inference.kv_cache.kv_cells import CacheFull, CellTable, bit, state_slot_inputs
 from packtrain.models.cached_transformer import STATES, CacheLayout, count_lines
 from packtrain.models.config import Config
 
@@ -98,8 +92,10 @@ class CellPools:
     tokens: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.sequences <= SEQUENCES:
-            raise ContextError(f"sequences is {self.sequences}; it must be from 1 to {SEQUENCES}")
+        if not 1 <= self.sequences <= kv_cells.SEQUENCES:
+            raise ContextError(
+                f"sequences is {self.sequences}; it must be from 1 to {kv_cells.SEQUENCES}"
+            )
         num_tables = self.sequences if self.parts else 1
         self.pools = {"cell_": CellTable(self.cells, num_tables, self.width)}
         if self.ring_cells:

@@ -112,11 +112,10 @@ class TaskCallbacks(Events):
     def message(self, text: str) -> None:
         _call(self.on_message, text)
 
+    row = message
+
     def text(self, piece: str) -> None:
         _call(self.on_text, piece)
-
-    def row(self, text: str) -> None:
-        _call(self.on_message, text)
 
     def plan(self, planned_run: Any) -> None:
         _call(self.on_plan, planned_run)

@@ -5,19 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from packtrain.common.options import (
-    COLUMNS,
-    DATA,
-    MEMORY,
-    ON_ALL_RANKS,
-    OUTPUT,
-    RESOURCES,
-    SOURCE,
-    STOPPING,
-    TRAINING,
-    UPDATE,
-    option_fields,
-)
+from packtrain.common import options
+from packtrain.common.options import DATA, MEMORY, OUTPUT, RESOURCES, STOPPING, TRAINING, UPDATE
 from packtrain.data.chat_template import TEMPLATES
 from packtrain.data.text.documents import has_valid_file
 from packtrain.dtypes import MERGEABLE, PRECISIONS
@@ -50,8 +39,8 @@ def with_optimizer_options(cls: type[T]) -> type[T]:
     option_hints: dict[str, Any] = {}
     for optimizer_class in OPTIMIZERS.values():
         hints = get_type_hints(optimizer_class)
-        option_hints |= {f.name: hints[f.name] for f in option_fields(optimizer_class)}
-        for f in option_fields(optimizer_class):
+        option_hints |= {f.name: hints[f.name] for f in options.option_fields(optimizer_class)}
+        for f in options.option_fields(optimizer_class):
             existing = vars(cls).get(f.name, f)
             if (existing.default, existing.metadata) != (f.default, f.metadata):
                 raise TypeError(f"{optimizer_class.name}: another setting is called {f.name}")
@@ -68,7 +57,7 @@ def with_optimizer_options(cls: type[T]) -> type[T]:
 class RunSettings:
     """Settings of every training run, including those of all optimizers."""
 
-    data: Path | None = SOURCE(
+    data: Path | None = options.SOURCE(
         None, "text to train on: a .txt, .jsonl, .csv or .parquet file, or a folder of them"
     )
     output: Path = OUTPUT(
@@ -104,7 +93,7 @@ class RunSettings:
             "fill_samples=False": "", "pack=False": "", "sample_start": "which begins windows there"
         },
     )  # fmt: skip
-    columns: str | None = DATA(None, COLUMNS, metavar="NAME=FIELD,…")
+    columns: str | None = DATA(None, options.COLUMNS, metavar="NAME=FIELD,…")
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", min_value=1)
     grad_accumulation_steps: int = TRAINING(
@@ -318,14 +307,14 @@ class RunSettings:
         " sums of gradients, too (ZeRO-2)",
         min_value=0,
         max_value=2,
-        resumable=ON_ALL_RANKS,
+        resumable=options.ON_ALL_RANKS,
     )
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(
         False,
         "with --resume: go on with the data in a new random order, no longer bit for bit",
         requires="resume",
-        resumable=ON_ALL_RANKS,
+        resumable=options.ON_ALL_RANKS,
     )
     overwrite: bool = OUTPUT(
         False, "start over: replace the earlier run and its result", conflicts="resume"

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,6 @@ class GenerationSettings(Sampling, DecodingOptions):
     json_schema_file: Path | None = SAMPLING(
         None, "the text is JSON of the schema in this file", flags="-jf", conflicts=CONSTRAINTS
     )
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @property
     def loop_tokens(self) -> int:

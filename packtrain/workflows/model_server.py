@@ -1,7 +1,7 @@
 """Serving a model over HTTP."""
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,6 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     def names(self) -> list[str]:
         """Names of the model from --alias, each once."""
         return split_names(self.alias)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     def keys(self) -> list[str]:
         """Return the API keys of --api-key and of the key file. Raises InputError."""

@@ -120,13 +120,9 @@ def cont(x: Tensor) -> Spec:
 cont.vjp(lambda dy, y, x: (dy,))
 
 
-@cont.kernel("numpy")
-def cont_numpy(y, x):
-    np.copyto(y, x)
-
-
 @cont.kernel("cpu", strided=True)
-def cont_cpu(y, x):
+@cont.kernel("numpy")
+def cont_kernel(y, x):
     np.copyto(y, x)
 
 

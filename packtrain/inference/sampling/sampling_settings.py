@@ -101,6 +101,11 @@ class Sampling:
             object.__setattr__(self, name, value)
 
     @property
+    def sampling(self) -> "Sampling":
+        """These settings alone, without those that a derived class adds."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    @property
     def order(self) -> tuple[str, ...]:
         """Names of the samplers. Raises InputError."""
         return parse_samplers(self.samplers)

@@ -39,7 +39,13 @@ def check_agreement(
     source = "the tokenizers package"
     reference = _package_encoder(path) if fast else None
     if steps and reference:
-        texts = chain(texts, _special_texts(steps, fast))
+        # the first and last added tokens, in frames
+        names = [
+            str(as_object(token).get("content")) for token in as_list(fast.get("added_tokens"))
+        ]
+        outer_names = names[:MAX_SPECIAL_NAMES] + names[-MAX_SPECIAL_NAMES:]
+        frames = steps.special_frames
+        texts = chain(texts, (f.replace("{}", name) for name in outer_names for f in frames))
     elif reference is None:
         source, reference = "sentencepiece", encode_pieces
         if steps and steps.use_pieces:
@@ -74,13 +80,6 @@ def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
     ids = [id for id, token_type in enumerate(tokenizer.token_types) if token_type == NORMAL]
     decoded = (tokenizer.decode(rng.choices(ids, k=3)) for _ in range(PAIRED if ids else 0))
     yield from (text for text in decoded if "\ufffd" not in text)
-
-
-def _special_texts(steps: TokenizerSteps, fast: Mapping[str, Any]) -> Iterator[str]:
-    """Yield texts around the first and last added tokens."""
-    names = [str(as_object(token).get("content")) for token in as_list(fast.get("added_tokens"))]
-    for name in names[:MAX_SPECIAL_NAMES] + names[-MAX_SPECIAL_NAMES:]:
-        yield from (frame.replace("{}", name) for frame in steps.special_frames)
 
 
 def _package_encoder(path: Path) -> EncodeFunction | None:

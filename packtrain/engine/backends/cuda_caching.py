@@ -71,8 +71,11 @@ class CachingAllocator:
             self.release(block)
 
     def _add_segment(self, size: int) -> SegmentBlock:
-        segment = list[SegmentBlock]()
-        segment.append(SegmentBlock(segment_nbytes(size), segment))
+        """Add a segment for an allocation of `size` bytes."""
+        segment, nbytes = list[SegmentBlock](), round_up(size, SEGMENT_MULTIPLE)
+        if size < MAX_LARGE_NBYTES:
+            nbytes = SMALL_SEGMENT_NBYTES if size <= MAX_SMALL_NBYTES else LARGE_SEGMENT_NBYTES
+        segment.append(SegmentBlock(nbytes, segment))
         self.segments[size <= MAX_SMALL_NBYTES].append(segment)
         self.reserved += segment[0].nbytes
         return segment[0]
@@ -80,13 +83,6 @@ class CachingAllocator:
 
 def round_up(nbytes: int, multiple: int) -> int:
     return max(-(-nbytes // multiple), 1) * multiple
-
-
-def segment_nbytes(size: int) -> int:
-    """Bytes of the new segment for an allocation of `size` bytes."""
-    if size < MAX_LARGE_NBYTES:
-        return SMALL_SEGMENT_NBYTES if size <= MAX_SMALL_NBYTES else LARGE_SEGMENT_NBYTES
-    return round_up(size, SEGMENT_MULTIPLE)
 
 
 def buffers_nbytes(sizes: Iterable[int]) -> int:

@@ -67,21 +67,18 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     num_blocks, block_fields = sizes.block_count, per_block_fields(hf_config)
+    deviation = NormalDist().inv_cdf(SHARE)  # by so many deviations gates must exceed their mean
     metadata: arch.Keys = {
         "attention.sliding_window": hf_config.size("sliding_window"),
         "attention.sliding_window_pattern": list(block_fields["window_pattern"]),
         "attention.shared_kv_layers": num_blocks - min(num_blocks, OWNING),
         "rope.freq_base_swa": hf_config.window_rope_base(), "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH,
         "altup.active_idx": 0, "altup.num_inputs": NUM_STREAMS,
-        "activation_sparsity_scale": sparsity_deviations(num_blocks), SOFTCAP_KEY: SOFTCAP,
+        "activation_sparsity_scale": [deviation if i < SPARSE else float("-inf") for i in range(num_blocks)],
+        SOFTCAP_KEY: SOFTCAP,
     }  # fmt: skip
     widths = hf_config.get("widths")
     return metadata | ({"feed_forward_length": widths} if widths else {})
-
-
-def sparsity_deviations(blocks: int) -> list[float]:
-    """Return for each block by how many deviations gates must exceed their mean."""
-    return [NormalDist().inv_cdf(SHARE) if i < SPARSE else float("-inf") for i in range(blocks)]
 
 
 ARCHITECTURE = arch.Architecture(

@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn")
 
 from packtrain.common.events import Events  # noqa: E402
 from packtrain.serving.http_app import app  # noqa: E402
-from packtrain.serving.http_listener import bind_socket, make_listener  # noqa: E402
+from packtrain.serving.http_listener import bind_sockets, make_listener  # noqa: E402
 from packtrain.serving.server_state import Server  # noqa: E402
 from packtrain.workflows.model_server import ServeSettings, load_server  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
@@ -82,7 +82,7 @@ def model_api(folder: Path, path: Path | None = None, **extra_options: Any) -> I
 @contextmanager
 def listening_server(server: Server, *keys: str) -> Iterator[str]:
     """The address of a listener in a thread of its own; at the end the engine ends, too."""
-    sock = bind_socket("127.0.0.1", 0)
+    sock = bind_sockets(["127.0.0.1"], 0)[0]
     running = make_listener(app(server, keys), server.engine, lambda words: None)
     thread = threading.Thread(target=running.run, args=([sock],))
     thread.start()

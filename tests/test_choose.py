@@ -72,6 +72,16 @@ def test_the_smallest_that_keeps_enough_is_written(folder: Path, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf"]
 
 
+def test_the_divergence_of_each_trial_is_from_the_unrounded_model(folder, tmp_path) -> None:
+    models, output = (folder / "base.gguf", folder / "tuned.gguf"), tmp_path / "out.gguf"
+    options = {"type": ["q4_0", "q8_0"], "keep": 1.0, "on_message": (rows := []).append}
+    choice = pt.choose(*models, output, folder / "test.jsonl", kl=True, **options)
+    coarse, fine = (attempt.kl.value for attempt in choice.tries)
+    assert coarse > 10 * fine > 0 and sum(" KL 0." in row for row in rows) == 2
+    measured = pt.evaluate(output, folder / "test.jsonl", kl_base=models[1]).mean_kl()
+    assert choice.best.kl == measured
+
+
 def test_memory_is_refused_before_the_first_trial_with_what_the_largest_needs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

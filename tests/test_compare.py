@@ -120,6 +120,21 @@ def test_the_tuned_model_answers_right_and_its_loss_is_that_of_eval(folder, caps
     assert text.count('class="right"') == 6 and text.count('class="wrong"') == 6
 
 
+def test_the_divergence_from_the_first_model_is_that_of_eval(folder, tmp_path, capsys):
+    data, figures = str(folder / "test.jsonl"), tmp_path / "figures.json"
+    flags = ["--data", data, "--count", "1", "-n", "2", "--show", "0", "--json", str(figures)]
+    assert main(["compare", *models(folder), *flags, "--kl"]) == 0
+    head, _, tuned = capsys.readouterr().out.splitlines()
+    divergence = pt.evaluate(folder / "tuned.gguf", data, kl_base=folder / "base.gguf").mean_kl()
+    assert divergence.value > 0.01 and divergence.text(6) in tuned and "KL from the first" in head
+    shown = [model["kl"] for model in json.loads(figures.read_text())["models"]]
+    assert [kl["value"] for kl in shown] == [0.0, divergence.value]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
+    with pytest.raises(InputError, match=r"kl needs conversations; .* has pairs of answers"):
+        pt.compare(models(folder), pairs, kl=True)
+
+
 def test_pairs_are_compared_by_their_answers_alone(folder, tmp_path):
     data = tmp_path / "pairs.jsonl"
     pair = {"prompt": "is it so", "chosen": "a #### yes", "rejected": "c"}

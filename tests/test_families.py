@@ -23,6 +23,10 @@ TURNS = [
 TEXTS = {
     "chatml": "<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\nHello! <|im_end|>\n<|im_start|>system\n"
     "Be brief.\n<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>assistant\n",
+    "command-r": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    "Hello!<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief.<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>b<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>c"
+    "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "gemma": "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n<start_of_turn>user\n"
     "Be brief.\n\nb<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n<start_of_turn>model\n",
     "llama2-sys": "[INST]  Hi\n [/INST]Hello! </s>[INST] <<SYS>>\nBe brief.\n\n<</SYS>>\n\nb [/INST]c</s>",

@@ -228,6 +228,9 @@ def test_tokens_and_templates(client):
         "messages": [*CHAT["messages"], {"role": "assistant", "content": "I am"}]
     }
     assert client.post("/apply-template", json=partial_chat).json()["prompt"] == f"{prompt}I am"
+    parts = [{"type": "text", "text": text} for text in ("I", "am")]
+    partial_chat["messages"][-1]["content"] = parts  # joined as llama-server joins them
+    assert client.post("/apply-template", json=partial_chat).json()["prompt"] == f"{prompt}I\n\nam"
 
 
 def test_a_slot_is_saved_restored_and_erased(client, server):

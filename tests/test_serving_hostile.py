@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from benchmarks.watched import private_nbytes_of
+from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.models.model_file import open_model
 from packtrain.serving import http_listener
@@ -325,7 +326,7 @@ def impatient(
     server.limits = RequestLimits(patience=0.5)
     for name, value in request.param.items():
         monkeypatch.setattr(http_listener, name, value)
-    sock = http_listener.bind_socket("127.0.0.1", 0)
+    sock = http_listener.bind_sockets(["127.0.0.1"], 0)[0]
     running = http_listener.make_listener(app(server), server.engine, print)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
     port: int = sock.getsockname()[1]
@@ -376,3 +377,20 @@ def flood(sock: socket.socket, text: bytes) -> None:
     with suppress(OSError):
         for _ in range(NUM_UNREAD_ANSWERS):
             sock.sendall(text)
+
+
+def test_several_addresses_share_a_port() -> None:
+    probe = socket.socket(socket.AF_INET6) if socket.has_ipv6 else None
+    try:
+        if probe is None:
+            raise OSError("no IPv6")
+        probe.bind(("::1", 0))
+        probe.close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    sockets = http_listener.bind_sockets(["127.0.0.1", "::1"], 0)
+    with sockets[0], sockets[1]:
+        ports = {sock.getsockname()[1] for sock in sockets}
+        assert len(ports) == 1 and 0 not in ports
+        with pytest.raises(InputError, match=r"--host ::1 .*cannot listen there"):
+            http_listener.bind_sockets(["::1"], *ports)

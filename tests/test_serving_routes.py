@@ -105,6 +105,34 @@ def test_a_vocabulary_without_the_tokens_is_refused_by_their_names(reranker):
     assert answer.status_code == 501 and "prefix (fim_pre), suffix (fim_suf), middle" in message
 
 
+def test_completions_with_a_suffix_fill_in_the_middle(api):
+    tokenizer = api.server.tokenizer
+    pre, suf, mid = (tokenizer.fill_ids[key] for key in FILL_KEYS[:3])
+    ids = [tokenizer.encode(text, bos=False, eos=False) for text in ("the a", "e", "a the")]
+    bos = [tokenizer.bos] if tokenizer.add_bos else []
+    prompts = [[*bos, pre, *prefix, suf, *ids[2], mid] for prefix in ids[:2]]
+    options = {"max_tokens": 6, "temperature": 0}
+    expected = post(api, "/v1/completions", prompt=prompts, **options).json()
+    for prefixes in (["the a", "e"], [[*bos, *ids[0]], [*bos, *ids[1]]]):
+        answer = post(api, "/v1/completions", prompt=prefixes, suffix="a the", **options).json()
+        assert (
+            answer["choices"] == expected["choices"]
+            and answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+        )
+    unfilled = post(api, "/v1/completions", prompt="the a", **options).json()
+    assert unfilled["choices"][0] != expected["choices"][0]
+    echo = post(api, "/v1/completions", prompt="the a", suffix="a", echo=True)
+    message = echo.json()["error"]["message"]
+    assert echo.status_code == 400 and "suffix and echo exclude each other" in message
+
+
+def test_a_suffix_without_the_tokens_is_refused_by_their_names(reranker):
+    answer = post(reranker, "/v1/completions", prompt="the a", suffix="a")
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message.startswith("suffix is not supported by this model")
+    assert "prefix (fim_pre), suffix (fim_suf), middle (fim_mid)" in message
+
+
 # ---- /rerank
 
 DOCUMENTS = ["a", "the cat", "dogs the a", "e"]

@@ -53,6 +53,8 @@ def table_columns(
     shown: dict[str, Callable[[ComparedModel], str]] = {"model": lambda subject: subject.name}
     if comparison.subjects[0].loss is not None:
         shown["loss"] = lambda subject: str(subject.loss)
+    if settings.kl:
+        shown["KL from the first"] = lambda subject: subject.kl.text(6) if subject.kl else ""
     shown["right"] = lambda subject: (
         f"{sum(subject.right)} of {num_questions} ({sum(subject.right) / num_questions:.0%})"
     )
@@ -90,8 +92,9 @@ def comparison_json(comparison: ComparisonResult) -> str:
         | {f"share_{x.replace(' ', '_')}": n / all for x, n, all in call_shares(subject.calls)}
         for subject in comparison.subjects
     ]
-    for mean_loss in (mean for model in models for mean in (model["loss"], model["text"]) if mean):
-        mean_loss["error"] = mean_loss["error"] if math.isfinite(mean_loss["error"]) else None
+    means = (model[name] for model in models for name in ("loss", "text", "kl") if model[name])
+    for mean in means:
+        mean["error"] = mean["error"] if math.isfinite(mean["error"]) else None
     questions = [{"question": q.text, "reference": q.answer} for q in comparison.questions]
     return json.dumps({"questions": questions, "models": models}, ensure_ascii=False) + "\n"
 

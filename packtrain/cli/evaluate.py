@@ -38,8 +38,8 @@ def _single_model_lines(result: EvalResult) -> Iterator[str]:
 
 def _divergence_lines(divergence: Divergence) -> Iterator[str]:
     median, high, highest = (f"{value:.6f}" for value in divergence.quantiles.values())
-    kl, top = divergence.mean_kl, divergence.same_top
-    yield f"KL divergence {kl.value:.6f} ± {kl.error:.6f} nats; median {median}, 99 % {high}, 99.9 % {highest}"
+    kl, top = divergence.mean_kl.text(6), divergence.same_top
+    yield f"KL divergence {kl} nats; median {median}, 99 % {high}, 99.9 % {highest}"
     ratio = divergence.perplexity_ratio
     yield f"same likeliest token {100 * top.value:.2f} ± {100 * top.error:.2f} %; perplexity × {ratio} of the base's"
 

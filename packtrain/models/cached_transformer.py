@@ -7,11 +7,10 @@ from packtrain.dtypes import Dtype, f32, i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named, state
 from packtrain.models import transformer, unfused_attention
-from packtrain.models.activation_rounding import rounded
 from packtrain.models.block_weights import Attend, Mixer
 from packtrain.models.config import Config
 from packtrain.models.lora_weights import Weights
-from packtrain.models.transformer import delta_rule, head, head_input, logits, output_norm, rule_of
+from packtrain.models.transformer import delta_rule, logits, output_norm, rule_of
 
 STATES = 2  # per sequence: a run reads one and writes the other
 # up to this many tokens products are in f32, so that checked drafts have the bits of written tokens
@@ -171,13 +170,6 @@ def _attend_cells(
         return named(f"blk.{i}.attn", y)
 
     return attend
-
-
-def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:
-    """Return losses (count,) of `targets` after hidden states `x` (count, C), the output of the last norm."""
-    x = rounded(config, head_input(config, input("x", (count, config.embedding_length))), head(w))
-    targets, weights = input("targets", (count,), i32), input("weights", (count,))
-    return transformer.cross_entropy(config, w, x, targets, weights, chunk)[1]
 
 
 def count_lines(time: int, max_sequences: int) -> int:

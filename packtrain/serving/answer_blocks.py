@@ -31,9 +31,6 @@ class BlocksFormat:
 
     # ---- written by subclasses
 
-    def start_events(self) -> list[JsonObject]:
-        raise NotImplementedError
-
     def block_start(self, kind: str, call: JsonObject) -> Iterator[JsonObject]:
         raise NotImplementedError
 

@@ -10,21 +10,15 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from packtrain.serving.generation_jobs import (
-    CANCELLED,
-    FAILED,
-    AnswerEnd,
-    GeneratedToken,
-    GenerationJob,
-    JobEvent,
-    PromptProgress,
-    TextDelta,
-    TokenCounts,
-)
+from packtrain.serving import generation_jobs
+from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, GenerationJob, TextDelta
 from packtrain.serving.response_shapes import error
 from packtrain.serving.server_state import Server
 
 encode_json = json.JSONEncoder(ensure_ascii=False).encode
+AnswerCounts = dict[int, generation_jobs.TokenCounts]
+JobBatch = Sequence[tuple[int, generation_jobs.JobEvent]]
+UNFINISHED = generation_jobs.FAILED, generation_jobs.CANCELLED
 KEEPALIVE_SECONDS = 15.0  # seconds without an event after which a comment keeps the connection open
 
 
@@ -36,9 +30,13 @@ class ResponseFormat(Protocol):
 
     def start_events(self) -> list[dict[str, Any]]: ...
     def delta_events(self, number: int, delta: TextDelta) -> list[dict[str, Any]]: ...
-    def progress_events(self, number: int, update: PromptProgress) -> list[dict[str, Any]]: ...
+    def progress_events(
+        self, number: int, update: generation_jobs.PromptProgress
+    ) -> list[dict[str, Any]]: ...
     def end_events(self, number: int, end: AnswerEnd) -> list[dict[str, Any]]: ...
-    def close_events(self, counts: Sequence[TokenCounts]) -> list[dict[str, Any]]: ...
+    def close_events(
+        self, counts: Sequence[generation_jobs.TokenCounts]
+    ) -> list[dict[str, Any]]: ...
     def full_response(
         self, answers: Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
     ) -> Any: ...
@@ -107,9 +105,7 @@ class FullResponse(_JobResponse):
                     tokens[answer_index] += event.tokens
                 elif isinstance(event, AnswerEnd):
                     end_events[answer_index] = event
-        failed_end = next(
-            (end for end in end_events.values() if end.reason in (FAILED, CANCELLED)), None
-        )
+        failed_end = next((end for end in end_events.values() if end.reason in UNFINISHED), None)
         if failed_end is not None:
             response = JSONResponse(*failure_body(failed_end))
         else:
@@ -123,7 +119,7 @@ class FullResponse(_JobResponse):
 
 def failure_body(end: AnswerEnd) -> tuple[dict[str, Any], int]:
     """Return the HTTP body and status of an answer that failed."""
-    if end.reason == CANCELLED:
+    if end.reason == generation_jobs.CANCELLED:
         return error(503, "the server is shutting down"), 503
     status_code = 500 if end.error_message.startswith("internal") else 400
     return error(status_code, end.error_message), status_code
@@ -160,11 +156,9 @@ class EventStreamResponse(_JobResponse):
             )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _encoded_events(
-        self, batches: AsyncIterator[list[tuple[int, JobEvent]]]
-    ) -> AsyncIterator[bytes]:
+    async def _encoded_events(self, batches: AsyncIterator[JobBatch]) -> AsyncIterator[bytes]:
         yield b"".join(map(self._sse_data, self._shape.start_events()))
-        counts, heard = dict[int, TokenCounts](), time.monotonic()
+        counts, heard = AnswerCounts(), time.monotonic()
         async for batch in batches:
             event = b"".join(self._encode_batch(batch, counts))
             # also while a tool call is written
@@ -172,26 +166,20 @@ class EventStreamResponse(_JobResponse):
                 event = b": still working\n\n"
             heard = time.monotonic() if event else heard
             yield event
-        last_event = b"".join(
-            map(
-                self._sse_data,
-                self._shape.close_events([counts[number] for number in sorted(counts)]),
-            )
-        )
+        close_events = self._shape.close_events([counts[number] for number in sorted(counts)])
+        last_event = b"".join(map(self._sse_data, close_events))
         if self._shape.ends_with_done:
             last_event += b"data: [DONE]\n\n"
         yield last_event
 
-    def _encode_batch(
-        self, batch: Sequence[tuple[int, JobEvent]], counts_by_answer: dict[int, TokenCounts]
-    ) -> Iterator[bytes]:
+    def _encode_batch(self, batch: JobBatch, counts_by_answer: AnswerCounts) -> Iterator[bytes]:
         """Yield the encoded events of a batch, and add the token counts of answers that end."""
         for answer_index, event in batch:
             if isinstance(event, TextDelta):
                 yield from map(self._sse_data, self._shape.delta_events(answer_index, event))
-            elif isinstance(event, PromptProgress):
+            elif isinstance(event, generation_jobs.PromptProgress):
                 yield from map(self._sse_data, self._shape.progress_events(answer_index, event))
-            elif event.reason in (FAILED, CANCELLED):
+            elif event.reason in UNFINISHED:
                 yield self._sse_data(failure_body(event)[0])
             else:
                 counts_by_answer[answer_index] = event.counts

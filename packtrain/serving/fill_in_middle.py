@@ -6,6 +6,7 @@
 from typing import Any
 
 from packtrain.common.errors import InputError
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.serving.json_fields import JsonBody, parse_prompt
 from packtrain.serving.response_shapes import HttpRefusal
 from packtrain.serving.server_state import Server
@@ -21,12 +22,9 @@ def fill_prompt(server: Server, body: JsonBody) -> list[int]:
 
     Three in four of MAX_FILL_TOKENS, or of a share of the context, are the prefix's. Raises HttpRefusal, InputError.
     """
-    tokenizer, fill_ids = server.tokenizer, server.tokenizer.fill_ids
-    missing = [f"{word} ({name})" for name, word in FILL_TOKENS.items() if name not in fill_ids]
-    if missing:
-        raise HttpRefusal(
-            501, f"Infill is not supported by this model: its vocabulary has no token for {', '.join(missing)}"
-        )  # fmt: skip
+    tokenizer = server.tokenizer
+    if missing := missing_tokens(tokenizer):
+        raise HttpRefusal(501, f"Infill is not supported by this model: {missing}")
     texts = {name: _text_ids(server, body, name) for name in ("input_prefix", "input_suffix")}
     prompt_ids = tokenizer.encode(body.text("prompt"), bos=False, eos=False)
     extra_ids = _chunk_ids(server, body)
@@ -35,12 +33,23 @@ def fill_prompt(server: Server, body: JsonBody) -> list[int]:
     size = min(MAX_FILL_TOKENS, 3 * context_size // 4)
     prefix_size, suffix_size = 3 * (size // 4), max(size // 4 - 2 - len(prompt_ids), 0)
     extra_size = max(context_size - size - 2 * answer_size, 0)
-    return [
-        *extra_ids[max(len(extra_ids) - extra_size, 0) :],
-        *([tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []), fill_ids["fim_pre"],
-        *texts["input_prefix"][-prefix_size:], *prompt_ids, fill_ids["fim_suf"], *texts["input_suffix"][:suffix_size],
-        fill_ids["fim_mid"],
-    ]  # fmt: skip
+    bos = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    prefix = [*bos, *texts["input_prefix"][-prefix_size:], *prompt_ids]
+    filled = middle_prompt(tokenizer, prefix, texts["input_suffix"][:suffix_size])
+    return [*extra_ids[max(len(extra_ids) - extra_size, 0) :], *filled]
+
+
+def missing_tokens(tokenizer: Tokenizer) -> str:
+    """Return which tokens for fill-in-the-middle the vocabulary does not have; "" if it has all."""
+    missing = [f"{w} ({name})" for name, w in FILL_TOKENS.items() if name not in tokenizer.fill_ids]
+    return f"its vocabulary has no token for {', '.join(missing)}" if missing else ""
+
+
+def middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: list[int]) -> list[int]:
+    """Return the prompt of the text between `prefix`, which may begin with BOS, and `suffix`."""
+    ids, num_bos = tokenizer.fill_ids, int(prefix[:1] == [tokenizer.bos])
+    head = [*prefix[:num_bos], ids["fim_pre"], *prefix[num_bos:]]
+    return [*head, ids["fim_suf"], *suffix, ids["fim_mid"]]
 
 
 def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:

@@ -2,9 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,12 +24,15 @@ MAX_UNSENT_NBYTES = 16 << 20
 BACKLOG = 128
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Open a socket that listens at the address of --host and --port. Raises InputError."""
-    flags = f"--host {host} --port {port}"
-    return listening_socket.bind_socket(
-        host, port, flags, backlog=BACKLOG, idle_seconds=IDLE_SECONDS
-    )
+def bind_sockets(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Open sockets that listen at the addresses of --host, all at one port. Raises InputError."""
+    sockets = list[socket.socket]()
+    options: Any = {"backlog": BACKLOG, "idle_seconds": IDLE_SECONDS}
+    for host in hosts:
+        flags = f"--host {host} --port {port}"
+        sockets.append(listening_socket.bind_socket(host, port, flags, **options))
+        port = sockets[0].getsockname()[1]
+    return sockets
 
 
 class _Connection(H11Protocol):
@@ -135,8 +139,8 @@ def make_listener(
 
 
 def listen(
-    app: Starlette, engine: ServingEngine, sock: socket.socket, report: Callable[[str], None]
-) -> None:
-    """Serve an application on a socket until a signal."""
+    app: Starlette, engine: ServingEngine, sockets: list[socket.socket], report: Callable[[str], None]
+) -> None:  # fmt: skip
+    """Serve an application on sockets until a signal."""
     with suppress(KeyboardInterrupt):  # the signal again, once all has ended
-        make_listener(app, engine, report).run(sockets=[sock])
+        make_listener(app, engine, report).run(sockets=sockets)

@@ -11,14 +11,7 @@ from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, PromptP
 from packtrain.serving.llama_completion import LlamaCompletionFormat
 from packtrain.serving.reasoning_text import ReasoningSplitter, split_reasoning
 from packtrain.serving.request_parsing import OpenAIRequest
-from packtrain.serving.response_shapes import (
-    finish,
-    new_id,
-    timing_fields,
-    token_entry,
-    total_counts,
-    usage,
-)
+from packtrain.serving.response_shapes import finish, new_id, timing_fields, token_entry
 
 AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
 JsonObject = dict[str, Any]
@@ -84,22 +77,18 @@ class TextCompletionFormat:
         """Return the last events of a stream: the token counts, if they are requested."""
         if not self._request.has_usage:
             return []
-        totals = {
-            "usage": usage(counts, self._request.count),
-            "timings": timing_fields(total_counts(counts)),
-        }
-        return [self._response_head(self.chunk_type) | {"choices": []} | totals]
+        return [self._response_head(self.chunk_type) | {"choices": []} | self._totals(counts)]
+
+    def _totals(self, counts: Sequence[generation_jobs.TokenCounts]) -> JsonObject:
+        timings = timing_fields(response_shapes.total_counts(counts))
+        return {"usage": response_shapes.usage(counts, self._request.count), "timings": timings}
 
     def full_response(self, answers: AnswerResults) -> JsonObject:
         """Return all answers as one document."""
         choices = [self._answer_choice(number, *answer) for number, answer in enumerate(answers)]
         counts = [answer_end.counts for _, _, answer_end in answers]
-        totals = {
-            "usage": usage(counts, self._request.count),
-            "timings": timing_fields(total_counts(counts)),
-        }
-        extra_fields = self._verbose_fields(0, answers[0][0], answers[0][2])
-        return self._response_head(self.object_type) | {"choices": choices} | totals | extra_fields
+        totals = self._totals(counts) | self._verbose_fields(0, answers[0][0], answers[0][2])
+        return self._response_head(self.object_type) | {"choices": choices} | totals
 
     def _answer_choice(
         self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd

@@ -1,14 +1,15 @@
 """Parsing requests into jobs: prompts, settings and grammars. Runs in threads of its own, since texts may be long."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.messages import RECORD_ADVICE, Conversation, Message, question
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar import Grammar
-from packtrain.serving import json_fields
-from packtrain.serving import json_fields as request_fields
+from packtrain.serving import fill_in_middle, json_fields
 from packtrain.serving.generation_jobs import GenerationJob
 from packtrain.serving.json_fields import MAX_ANSWERS, MAX_GRAMMAR_CHARS, MOST_TOP, JsonBody
 from packtrain.serving.reasoning_text import FORMATS, MARKS, NONE, is_thinking
@@ -27,20 +28,20 @@ def parse_job(
     for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
         count = body.number(field_name, count, -1, 1 << 30)
     ignore_eos = body.get_flag("ignore_eos")
-    sampling = request_fields.parse_sampling(body, server.sampling, server.tokenizer)
+    sampling = json_fields.parse_sampling(body, server.sampling, server.tokenizer)
     if ignore_eos:
         eos_biases = (f"{id}-inf" for id in sorted(server.tokenizer.eog_ids))
         sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *eos_biases))
-    stop_texts = (*filter(None, body.get_texts("stop", request_fields.MAX_STOP_TEXTS)),)
+    stop_texts = (*filter(None, body.get_texts("stop", json_fields.MAX_STOP_TEXTS)),)
     kept_texts = *sampling.dry_sequence_breaker, *stop_texts
     ids = min(len(prompt_ids), server.engine.max_seq_tokens)  # longer ones are refused
     size = BIAS_NBYTES * len(sampling.logit_bias) + ID_NBYTES * ids + 4 * sum(map(len, kept_texts))
     return GenerationJob(
         prompt=tuple(prompt_ids), sampling=server.keep(sampling, size, "settings"),
-        seed=request_fields.parse_seed(body, server.seed),
+        seed=json_fields.parse_seed(body, server.seed),
         max_tokens=count if count >= 0 else server.limits.max_answer_tokens, stops=stop_texts, grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30), use_cache=body.get_flag("cache_prompt", True),
-        adapter_scales=request_fields.adapters_of(body.get("lora"), server.scales), ignore_eos=ignore_eos,
+        adapter_scales=json_fields.adapters_of(body.get("lora"), server.scales), ignore_eos=ignore_eos,
         report_progress=body.get_flag("return_progress") and body.get_flag("stream"),
         max_seconds=body.number("t_max_predict_ms", 0.0) / 1e3, min_indent=body.number("n_indent", 0, 0, 1 << 20),
         num_keep=body.number("n_keep", 0, -1, 1 << 30), num_discard=body.number("n_discard", 0, 0, 1 << 30),
@@ -187,8 +188,8 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     count = body.number("n", 1, 1, MAX_ANSWERS)
     if len(prompts) * count > MAX_ANSWERS:
         raise InputError(f"n: {len(prompts) * count} answers are asked for; at most {MAX_ANSWERS}")
-    if body.text("suffix"):
-        raise InputError("suffix is not supported: text cannot be inserted before other text")
+    if suffix := body.text("suffix"):
+        prompts = suffix_prompts(server.tokenizer, prompts, suffix, body.get_flag("echo"))
     if body.number("best_of", 1, 1) > count:
         raise InputError("best_of is not supported: ask for n answers, and choose")
     prompt_jobs = [parse_job(server, body, prompt, grammar) for prompt in prompts]
@@ -203,6 +204,18 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     echoes = (server.tokenizer.decode(job.prompt) for job in jobs)
     echoed_texts = tuple(echoes) if body.get_flag("echo") else ()
     return OpenAIRequest(jobs, count, num_logprobs, echoed_texts, **parse_stream_counts(body))
+
+
+def suffix_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[list[int]], suffix: str, is_echoed: bool
+) -> list[list[int]]:
+    """Return prompts of the texts between `prompts` and `suffix`. Raises InputError."""
+    if missing := fill_in_middle.missing_tokens(tokenizer):
+        raise InputError(f"suffix is not supported by this model: {missing}")
+    if is_echoed:
+        raise InputError("suffix and echo exclude each other: the answer stands between two texts")
+    suffix_ids = tokenizer.encode(suffix, bos=False, eos=False, special=False)
+    return [fill_in_middle.middle_prompt(tokenizer, prompt, suffix_ids) for prompt in prompts]
 
 
 def parse_num_logprobs(body: JsonBody, has_logprobs: bool, num_top: int) -> int | None:
@@ -233,14 +246,10 @@ def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     job = with_top(server, job, num_logprobs, num_answers)
     job = replace(job, has_special_tokens=has_special_tokens)
     thinks, marks = thinks_of(server, body, text, conversation), server.think_marks or MARKS
-    style_options: dict[str, Any] = {
-        "starts_thinking": thinks,
-        "think_marks": marks,
-        "words_prefix": server.style.words_prefix,
-    }
-    jobs = seeded_jobs(job, num_answers)
-    options = style_options | parse_stream_counts(body)
-    return OpenAIRequest(jobs, num_answers, num_logprobs, tools=tools, **options)
+    return OpenAIRequest(
+        seeded_jobs(job, num_answers), num_answers, num_logprobs, tools=tools, starts_thinking=thinks,
+        think_marks=marks, words_prefix=server.style.words_prefix, **parse_stream_counts(body),
+    )  # fmt: skip
 
 
 def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversation) -> bool | None:
@@ -266,7 +275,10 @@ def parse_conversation(body: JsonBody) -> Conversation:
             "functions and function_call are not supported", "send tools and tool_choice"
         )
     try:
-        turns = [*map(with_line_breaks, body.get("messages"))]
+        *turns, last_turn = map(with_line_breaks, body.get("messages"))
+        if isinstance(last_turn, dict) and last_turn.get("role") == "assistant":  # it is continued
+            last_turn = with_line_breaks(body.get("messages")[-1], "\n\n")
+        turns.append(last_turn)
         conversation = question(turns, body.get("tools"), "request")
     except InputError as error:  # its advice is about files
         advice = "" if error.advice == RECORD_ADVICE else error.advice
@@ -278,18 +290,15 @@ def parse_conversation(body: JsonBody) -> Conversation:
     return replace(conversation, messages=messages)
 
 
-def with_line_breaks(message: Any) -> Any:
-    """Return a message with line breaks between its parts of text, as llama.cpp joins them."""
+def with_line_breaks(message: Any, separator: str = "\n") -> Any:
+    """Return a message with the separator between its parts of text, as llama.cpp joins them."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
-    lines = [
-        part | {"text": f"{part['text']}\n"}
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else part
-        for part in parts[:-1]
-    ]
-    return message | {"content": [*lines, *parts[-1:]]}
+    is_text = [isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts[:-1]] + [False]
+    pairs = zip(parts, is_text, strict=True) if parts else ()
+    lines = [x | {"text": f"{x['text']}{separator}"} if joins else x for x, joins in pairs]
+    return message | {"content": lines}
 
 
 def template_variables(body: JsonBody) -> dict[str, Any]:

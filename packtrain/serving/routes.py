@@ -18,6 +18,7 @@ from packtrain.serving.json_fields import JsonBody, adapters_of, parse_prompt
 from packtrain.serving.llama_completion import LlamaCompletionFormat, settings_of
 from packtrain.serving.openai_completions import ChatCompletionFormat, TextCompletionFormat
 from packtrain.serving.prometheus_metrics import metrics_text
+from packtrain.serving.request_parsing import OpenAIRequest
 from packtrain.serving.reranking import rerank
 from packtrain.serving.response_shapes import FINGERPRINT, HttpRefusal
 from packtrain.serving.server_state import Server
@@ -54,16 +55,12 @@ def infill(server: Server, body: JsonBody, request: Request) -> Response:
 
 def text_completion(server: Server, body: JsonBody, request: Request) -> Response:
     text_request = request_parsing.parse_text_completion(server, body)
-    verbose, names = verbose_format(server, body, text_request), (server.name, server.tokenizer)
-    response_format = TextCompletionFormat(*names, text_request, verbose)
-    return make_response(server, text_request.jobs, response_format, body.get_flag("stream"))
+    return openai_response(server, body, text_request, TextCompletionFormat)
 
 
 def chat_completion(server: Server, body: JsonBody, request: Request) -> Response:
     chat_request = request_parsing.parse_chat_completion(server, body)
-    verbose, names = verbose_format(server, body, chat_request), (server.name, server.tokenizer)
-    response_format = ChatCompletionFormat(*names, chat_request, verbose)
-    return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
+    return openai_response(server, body, chat_request, ChatCompletionFormat)
 
 
 def messages(server: Server, body: JsonBody, request: Request) -> Response:
@@ -91,13 +88,15 @@ def responses(server: Server, body: JsonBody, request: Request) -> Response:
     return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
 
 
-def verbose_format(
-    server: Server, body: JsonBody, openai_request: request_parsing.OpenAIRequest
-) -> LlamaCompletionFormat | None:
-    """Return /completion's shape if the request wants its fields besides OpenAI's; else None."""
-    if not body.get_flag("verbose", server.is_verbose):
-        return None
-    return LlamaCompletionFormat(body, openai_request.jobs, server.name, server.tokenizer)
+def openai_response(
+    server: Server, body: JsonBody, openai_request: OpenAIRequest, format_class: type[TextCompletionFormat]
+) -> Response:  # fmt: skip
+    """Answer in OpenAI's shape, with the fields of /completion if the request wants them, too."""
+    jobs, names, verbose = openai_request.jobs, (server.name, server.tokenizer), None
+    if body.get_flag("verbose", server.is_verbose):
+        verbose = LlamaCompletionFormat(body, jobs, *names)
+    response_format = format_class(*names, openai_request, verbose)
+    return make_response(server, jobs, response_format, body.get_flag("stream"))
 
 
 # ---- texts and tokens

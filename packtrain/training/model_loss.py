@@ -64,4 +64,8 @@ class MeanEstimate:
         return MeanEstimate(value, value * self.error)
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}" + ("" if math.isnan(self.error) else f" ± {self.error:.4f}")
+        return self.text(4)
+
+    def text(self, digits: int) -> str:
+        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.value:.{digits}f}{error}"

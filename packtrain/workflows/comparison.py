@@ -17,18 +17,12 @@ from packtrain.data.text.documents import find_sources
 from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.training.run_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
+from packtrain.workflows import tool_call_scores
 from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
 from packtrain.workflows.eval_file import find_eval_file
 from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate
 from packtrain.workflows.judge_command import judge_answers, parse_command
-from packtrain.workflows.tool_call_scores import (
-    ToolCall,
-    ToolCallReader,
-    ToolCallScore,
-    answer_text,
-    calls_of,
-    score_calls,
-)  # fmt: skip
+from packtrain.workflows.tool_call_scores import ToolCall, ToolCallReader, ToolCallScore
 
 MATCH, SHORTER, LONGER = WIN_RULES = ("match", "shorter", "longer")
 UNMATCHED_MESSAGE = (
@@ -59,13 +53,13 @@ class CompareSettings:
     judge: str | None = option(
         None,
         "command that scores answers: reads lines of JSON with question, reference, answer and model, and prints a"
-        " number, true or false for each",
-        metavar="COMMAND",
-    )
+        " number, true or false for each", metavar="COMMAND",
+    )  # fmt: skip
     rule: str = option(
         MATCH, "which answer wins: the one with the right final answer, the shorter or the longer one",
         choices=WIN_RULES,
     )  # fmt: skip
+    kl: bool = option(False, "show the KL divergence of predictions from the first model's")
     text: Path | None = option(
         None, "another text: its perplexity shows what was forgotten", metavar="FILE"
     )
@@ -121,6 +115,7 @@ class ComparedModel:
     """Measurements of a model.
 
     loss     nats per token of the assistant's words; None for pairs of answers
+    kl       mean KL divergence from the first model's predictions, nats; None without --kl
     answers  to each question
     right    whether the final answer is that of the data
     wins     against the first model, and losses; others are ties
@@ -140,6 +135,7 @@ class ComparedModel:
     has: Sequence[bool] = ()
     scores: Sequence[float] = ()
     calls: Sequence[ToolCallScore] = ()
+    kl: MeanEstimate | None = None
 
     @property
     def words(self) -> float:
@@ -197,7 +193,8 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
         counts = win_signs.count(1), win_signs.count(-1)
         has = [] if style is None else [style.search(answer) is not None for answer in answers]
         figures = data_loss, answers, is_right, *counts, text_loss, has, scores[number]
-        subjects.append(ComparedModel(str(path), *figures, [*filter(None, calls)]))
+        mean_kl = losses.mean_kl(str(path)) if losses else None
+        subjects.append(ComparedModel(str(path), *figures, [*filter(None, calls)], mean_kl))
     return ComparisonResult(questions, subjects, losses is None or losses.same)
 
 
@@ -205,6 +202,7 @@ def _measure_data(settings: CompareSettings, events: Events) -> EvalResult:
     """Measure the models' losses on the data."""
     names = {f.name for f in fields(EvaluateSettings)} & vars(settings).keys()
     options = {name: getattr(settings, name) for name in names}
+    options["kl_base"] = settings.model[0] if settings.kl else None
     return evaluate(EvaluateSettings(**options), events)
 
 
@@ -270,6 +268,8 @@ def _load_questions(settings: CompareSettings) -> list[Question]:
     questions = questions[: settings.count]
     if not questions:
         raise InputError(f"--data: {data_path} holds no conversations; at least one is needed")
+    if settings.kl and questions[0].pair:
+        raise InputError(f"--kl needs conversations; {data_path} has pairs of answers")
     return questions
 
 
@@ -283,8 +283,9 @@ def _make_questions(data_record: Conversation | AnswerPair | PlainText) -> list[
     conversation = data_record.chosen if isinstance(data_record, AnswerPair) else data_record
     messages, tools = conversation.messages, conversation.tools
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0]
+    text_of, calls_of = tool_call_scores.answer_text, tool_call_scores.calls_of
     return [
-        Question(messages[:i], answer_text(messages[i]), is_pair, tools, calls_of(messages[i]))
+        Question(messages[:i], text_of(messages[i]), is_pair, tools, calls_of(messages[i]))
         for i in (turns if tools and not is_pair else [len(messages) - 1])
     ]
 
@@ -337,4 +338,5 @@ def _answer(
     conversation = Conversation("the question", question.messages, question.tools)
     reply = chat_session.reply(reader.prompt(conversation))
     text = chat_session.tokenizer.decode(reply.ids, special=True).strip()
-    return ModelAnswer(text, score_calls(reader.calls(text, conversation), question.calls))
+    calls = reader.calls(text, conversation)
+    return ModelAnswer(text, tool_call_scores.score_calls(calls, question.calls))

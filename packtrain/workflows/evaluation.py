@@ -5,13 +5,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from packtrain import kernels
-from packtrain.common.errors import InputError, Interrupted
+from packtrain.common.errors import InputError
 from packtrain.common.events import Events
+from packtrain.common.files import check_writable
 from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, unescape
 from packtrain.common.text import clock, plural
@@ -37,8 +39,19 @@ from packtrain.training.sample_batches import SampleBatches, row_length
 from packtrain.workflows import multiple_choice
 from packtrain.workflows.eval_file import SPLITS, find_eval_file
 from packtrain.workflows.generation_settings import SWA_FULL_HELP, check_cache, configured
-from packtrain.workflows.kl_divergence import Divergence, kl_divergence
-from packtrain.workflows.kv_cache_loss import CachedLoss
+from packtrain.workflows.kl_divergence import (
+    CachedPredictions,
+    Divergence,
+    measure_divergence,
+    read_batches,
+)
+from packtrain.workflows.saved_logits import (
+    Batches,
+    SavedLogits,
+    is_saved_logits,
+    save_logits,
+    windows_of,
+)
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # most tokens of a window without --ctx
@@ -55,14 +68,13 @@ class EvaluateSettings:
     data: Path | None = option(
         None,
         "text or conversations, in any form that `packtrain data` reads; of a folder, the test file, else valid,"
-        " else train",
-        metavar="FILE",
-    )
+        " else train", metavar="FILE",
+    )  # fmt: skip
     choices: Path | None = option(
         None, "multiple choice: question, choices and answer a row; print acc and acc_norm as lm-eval does",
         metavar="FILE",
         conflicts=dict.fromkeys(
-            ["data", "split", "separator", "chat_template", "all_positions", "kl_base"], "without text"
+            ["data", "split", "separator", "chat_template", "all_positions", "kl_base", "save_logits"], "without text"
         ),
     )  # fmt: skip
     split: str | None = option(
@@ -76,10 +88,8 @@ class EvaluateSettings:
     ctx: int | None = option(
         None,
         f"tokens of a window; default: the model's context, up to {TEXT_CONTEXT} for text, {SAMPLE_CONTEXT:,} for"
-        " conversations",
-        flags="-c",
-        min_value=3,
-    )
+        " conversations", flags="-c", min_value=3,
+    )  # fmt: skip
     all_positions: bool = option(
         False,
         "score every token: also the first half of each window of a text, and the prompts of conversations",
@@ -88,15 +98,18 @@ class EvaluateSettings:
         (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
     kl_base: Path | None = option(
-        None, "a model of the same vocabulary, such as the unquantized one: print KL divergences from its predictions",
-        metavar="FILE",
-        conflicts={"cache_type": "through which it does not read", "all_positions": "which has no windows of one text"},
+        None,
+        "a model of the same vocabulary, such as the unquantized one, or its --save-logits: print KL"
+        " divergences from its predictions", metavar="FILE",
+    )  # fmt: skip
+    save_logits: Path | None = option(
+        None, "write the model's predictions, for --kl-base and llama-perplexity's --kl-divergence-base",
+        metavar="FILE", conflicts={"compare": "which has several models", "kl_base": "which reads such a file"},
     )  # fmt: skip
     compare: bool = option(
-        False,
-        "measure the first model alone, then with each --lora",
+        False, "measure the first model alone, then with each --lora",
         requires={"lora": "{flag}: there is no adapter to compare; name some with --lora"},
-    )
+    )  # fmt: skip
     batch_size: int | None = option(
         None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", min_value=1
     )
@@ -108,10 +121,9 @@ class EvaluateSettings:
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     cache_type: str | None = option(
-        None,
-        "read through a KV cache of this element type, as `generate` does, instead of all at once",
+        None, "read through a KV cache of this element type, as `generate` does, instead of all at once",
         choices=CACHE_TYPES,
-    )
+    )  # fmt: skip
     swa_full: bool = option(False, SWA_FULL_HELP, requires="cache_type")
     flash_attn: str = option(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     activations: str = option("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
@@ -127,7 +139,7 @@ class EvaluateSettings:
 class EvalData:
     """The data as a model reads it: batches, their token ids, and a description of what is scored."""
 
-    batches: PerplexityWindows | SampleBatches
+    batches: Batches
     ids: np.ndarray
     description: str
     questions: Sequence[multiple_choice.ChoiceQuestion] = ()
@@ -158,6 +170,11 @@ class EvalResult:
         """Return a model's mean loss, by default the first's, with its error; `.exponential` is the perplexity."""
         return MeanEstimate.of(self.losses[name or next(iter(self.losses))])
 
+    def mean_kl(self, name: str | None = None) -> MeanEstimate | None:
+        """Return a model's mean KL divergence from --kl-base, by default the first's; None without it."""
+        divergence = self.divergences.get(name or next(iter(self.losses)))
+        return divergence.mean_kl if divergence else None
+
     def __repr__(self) -> str:
         scores = (f"{Path(name).name} {self.loss(name)}" for name in self.losses)
         return f"EvalResult({self.method}: {', '.join(scores)})"
@@ -170,6 +187,7 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
             "--data must be given: text or conversations; or --choices, a file of multiple choice"
         )
     check_rules(settings)
+    check_writable(settings.save_logits, "--save-logits")
     named_models = _load_models(settings, events.message)
     max_context = min(model.config.context_length for _, model in named_models)
     datasets, choices = dict[Path, EvalData](), dict[str, multiple_choice.ChoiceScores]()
@@ -186,6 +204,7 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     is_same = all(np.array_equal(first_data.ids, other.ids) for other in other_data)
     cache_note = settings.cache_type and f"; read through a cache in {settings.cache_type}"
     divergences = _divergences(settings, named_models, datasets, device, events)
+    _save_logits(settings, named_models, first_data, device, events)
     return EvalResult(
         losses, first_data.description + (cache_note or ""), is_same, divergences, choices
     )
@@ -196,26 +215,34 @@ def _divergences(
     device: Target, events: Events,
 ) -> dict[str, Divergence]:  # fmt: skip
     """Measure how far each model is from --kl-base; {} without it. Raises InputError, Interrupted."""
-    if settings.kl_base is None:
+    base_path, cache_type = settings.kl_base, settings.cache_type or "f32"
+    if base_path is None:
         return {}
-    reference = configured(open_model(settings.kl_base), settings, events.message)
+    base = SavedLogits.open(base_path) if is_saved_logits(base_path) else open_model(base_path)
+    if isinstance(base, ModelFile):
+        base = configured(base, settings, events.message)
     divergences = dict[str, Divergence]()
     for name, model in named_models:
+        events.message(f"comparing {name} with {base_path} …")
         batches = datasets[model.gguf.path].batches
-        if not isinstance(batches, PerplexityWindows):
-            raise InputError(
-                "--kl-base needs one text",
-                "give a text file, and --separator '' for several documents",
-            )
-        events.message(f"comparing {name} with {settings.kl_base} …")
-        with (
-            events.counting("comparing", "window") as report_progress,
-            events.stopping() as stopped,
-        ):
-            divergences[name] = kl_divergence(
-                reference, model, batches, device, stopped, report_progress
-            )
+        divergences[name] = measure_divergence(base, model, batches, cache_type, device, events)
     return divergences
+
+
+def _save_logits(
+    settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], data: EvalData, device: Target,
+    events: Events,
+) -> None:  # fmt: skip
+    """Write --save-logits of the model. Raises InputError, Interrupted."""
+    if settings.save_logits is None:
+        return
+    if len(named_models) > 1:
+        raise InputError("--save-logits writes predictions of one model", "name one")
+    windows, model = windows_of(data.batches, "--save-logits"), named_models[0][1]
+    with events.counting("saving", "window") as progress, events.stopping() as stopped:
+        reader = CachedPredictions(model, windows.time, device, settings.cache_type or "f32")
+        rows = chain.from_iterable(map(reader.rows, read_batches(windows, stopped, progress)))
+        save_logits(settings.save_logits, windows, model.config.vocab_size, rows)
 
 
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
@@ -342,8 +369,7 @@ def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device
         run = loss_executor(model, batches.rows, batches.time, skipped=data.skipped, target=device)
         return partial(counted, run)
     check_cache(model, batches.time, cache)
-    num_scored, full = batches.time - data.skipped, settings.swa_full
-    return CachedLoss(model, batches.time, num_scored, cache, swa_full=full, target=device).losses
+    return CachedPredictions(model, batches.time, device, cache, swa_full=settings.swa_full).losses
 
 
 def _measured(
@@ -358,7 +384,7 @@ def _measured(
         events.counting(model_name if is_multiple else "measuring", "window") as report_progress,
         events.stopping() as stopped,
     ):
-        for losses in loss_function(_until_stopped(stopped, batches)):
+        for losses in loss_function(read_batches(batches, stopped)):
             batch_losses.append(losses)
             loss_sum, count = loss_sum + float(losses.sum(dtype=np.float64)), count + len(losses)
             if not math.isfinite(loss_sum):
@@ -370,12 +396,3 @@ def _measured(
             report_progress(num_windows, batches.windows, f"perplexity {perplexity:.4f}")
     events.message(f"{data_label} in {clock(time.monotonic() - start_time)}")
     return np.concatenate(batch_losses)
-
-
-def _until_stopped(
-    stopped: Callable[[], bool], batches: PerplexityWindows | SampleBatches
-) -> Iterator[dict[str, np.ndarray]]:
-    for i in range(len(batches)):
-        if stopped():
-            raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
-        yield batches[i]

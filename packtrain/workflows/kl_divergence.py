@@ -1,22 +1,28 @@
 """KL divergence of a model's predictions from those of a reference, as llama-perplexity --kl-divergence reports it.
 
-Both models read each window through a KV cache in f32, CHUNK positions at a time: never are more logits in memory.
+Models read through a KV cache; logits are computed from hidden states, of few tokens at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from packtrain.common.errors import InputError, Interrupted
+from packtrain.common.errors import Interrupted
+from packtrain.common.events import Counted, Events
 from packtrain.engine.backends import Target
 from packtrain.inference.kv_cache import Context
+from packtrain.inference.kv_cache.decode_plans import HEAD_RUN
+from packtrain.inference.kv_cache.results import head_logits
 from packtrain.inference.sampling.samplers import log_probabilities
 from packtrain.models.model_file import ModelFile, check_vocabularies
 from packtrain.training.model_loss import MeanEstimate
-from packtrain.training.perplexity_windows import PerplexityWindows
+from packtrain.workflows import saved_logits
+from packtrain.workflows.saved_logits import MIN_LOGPROB, Batches, SavedLogits
 
-CHUNK = 32  # positions whose logits are computed at once
+Batch = Mapping[str, np.ndarray]
 QUANTILES = 0.5, 0.99, 0.999
 
 
@@ -55,69 +61,102 @@ class Divergence:
         return MeanEstimate.of(self.losses - self.reference_losses).exponential
 
 
-def kl_divergence(
-    reference: ModelFile, model: ModelFile, batches: PerplexityWindows, device: Target, is_stopped: Callable[[], bool],
-    report_progress: Callable[[int, int], None],
+class CachedPredictions:
+    """A model that reads texts through a KV cache, as it does when it writes."""
+
+    def __init__(
+        self, model: ModelFile, num_cells: int, device: Target, cache_type: str = "f32", *, swa_full: bool = True
+    ) -> None:  # fmt: skip
+        self._context = Context(
+            model, cells=num_cells, cache=cache_type, checkpoints=0, swa_full=swa_full, has_hidden_states=True,
+            target=device,
+        )  # fmt: skip
+
+    def rows(self, batch: Batch) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield log-probabilities (V,) f64 at each scored position, and the token that follows there.
+
+        A text reuses the cells of the tokens with which the text before begins, too.
+        """
+        context = self._context
+        for ids, places, targets in scored_sequences(batch):
+            num_cached = context.reuse(0, ids[: places[0] + 1])
+            states = dict.fromkeys((places - num_cached).tolist(), np.empty(0, np.float32))
+            context.choices(ids[num_cached:], [], wanted=[], hidden_states=states)
+            logits = head_logits(context.runs[HEAD_RUN], [*states.values()])
+            yield from zip(map(log_probabilities, logits), targets.tolist(), strict=True)
+
+    def losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
+        """Yield for each batch the losses (N,) f32 of the targets that have a weight, in order."""
+        for batch in batches:
+            yield np.array([-logprobs[id] for logprobs, id in self.rows(batch)], np.float32)
+
+
+def scored_sequences(batch: Batch) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Yield the token ids of each sample of a batch that has targets, the places (N,) before these, and targets."""
+    num_skipped = batch["tokens"].shape[1] - batch["targets"].shape[1]
+    names = "tokens", "seq", "targets", "weights"
+    for tokens, seq, targets, weights in zip(*(batch[name] for name in names), strict=True):
+        scored = np.flatnonzero(weights > 0) + num_skipped
+        for sample_id in dict.fromkeys(seq[scored].tolist()):
+            positions = np.flatnonzero(seq == sample_id)
+            places = scored[seq[scored] == sample_id]
+            yield tokens[positions].tolist(), places - positions[0], targets[places - num_skipped]
+
+
+def measure_divergence(
+    base: ModelFile | SavedLogits, model: ModelFile, batches: Batches, cache_type: str, device: Target, events: Events
 ) -> Divergence:  # fmt: skip
-    """Compare two models on the windows of a text. Raises InputError for different vocabularies, and Interrupted."""
-    check_vocabularies(reference, model, "--kl-base")
-    if reference.config.vocab_size != model.config.vocab_size:
-        sizes = f"{reference.config.vocab_size:,} and {model.config.vocab_size:,}"
-        raise InputError(
-            f"--kl-base: the base and the model have {sizes} tokens", "their logits must match"
-        )
-    reference_context, context = (
-        Context(
-            m, cells=batches.context, cache="f32", rows=CHUNK, prompts=(CHUNK,), checkpoints=0,
-            swa_full=True, target=device,
-        )
-        for m in (reference, model)
-    )  # fmt: skip
-    parts = list[tuple[np.ndarray, ...]]()
-    for index in range(len(batches)):
-        for row in window_rows(batches[index]):
-            if is_stopped():
-                raise Interrupted("stopped without a result")
-            parts += window_divergences(reference_context, context, row)
-        report_progress(min((index + 1) * batches.rows, batches.windows), batches.windows)
-    return Divergence(*map(np.concatenate, zip(*parts, strict=True)))
+    """Compare a model with its base on batches. Raises InputError if they do not match, and Interrupted."""
+    if isinstance(base, SavedLogits):
+        base.check(saved_logits.windows_of(batches, "--kl-base"), model.config.vocab_size)
+    else:
+        check_vocabularies(base, model, "--kl-base")
+        saved_logits.check_same_size(base.config.vocab_size, model.config.vocab_size)
+    predictions = CachedPredictions(model, batches.time, device, cache_type)
+    with events.counting("comparing", "window") as progress, events.stopping() as stopped:
+        rows = chain.from_iterable(map(predictions.rows, read_batches(batches, stopped, progress)))
+        if isinstance(base, SavedLogits):
+            return kl_divergence(base.predictions(), rows, MIN_LOGPROB)
+        reference = CachedPredictions(base, batches.time, device)
+        base_rows = chain.from_iterable(map(reference.rows, read_batches(batches, stopped)))
+        return kl_divergence(base_rows, rows)
 
 
-def window_rows(batch: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the tokens (T,) and targets (N,) of the rows of a batch that are no padding."""
-    for tokens, targets, weights in zip(
-        batch["tokens"], batch["targets"], batch["weights"], strict=True
-    ):
-        if weights.any():
-            yield tokens, targets
+def read_batches(
+    batches: Batches, is_stopped: Callable[[], bool], progress: Counted | None = None
+) -> Iterator[Batch]:
+    """Yield the batches, and report those that are done to `progress`. Raises Interrupted."""
+    for i in range(len(batches)):
+        if is_stopped():
+            raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
+        yield batches[i]
+        if progress is not None:
+            progress(min((i + 1) * batches.rows, batches.windows), batches.windows)
 
 
-def window_divergences(
-    reference: Context, model: Context, row: tuple[np.ndarray, np.ndarray]
-) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield for each chunk of a window the arrays of a Divergence."""
-    tokens, targets = row
-    num_skipped = len(tokens) - len(targets)
-    for context in (reference, model):
-        context.remove(0)
-        if num_skipped:
-            context.decode(tokens[:num_skipped].tolist())
-    for start in range(0, len(targets), CHUNK):
-        chunk_tokens = tokens[num_skipped + start :][:CHUNK].tolist()
-        rows = range(len(chunk_tokens))
-        logits = [context.decode(chunk_tokens, wanted=rows) for context in (reference, model)]
-        pairs = zip(*logits, targets[start:], strict=False)
-        yield tuple(map(np.array, zip(*(row_divergence(*pair) for pair in pairs), strict=True)))
+def kl_divergence(
+    reference: Iterable[tuple[np.ndarray, int]], model: Iterable[tuple[np.ndarray, int]],
+    min_logprob: float = -math.inf,
+) -> Divergence:  # fmt: skip
+    """Compare the predictions of two models up to the end of the shorter ones.
+
+    min_logprob  tokens that are no likelier by the reference do not count
+    """
+    rows = [
+        row_divergence(log_p, log_q, target, min_logprob)
+        for (log_p, _), (log_q, target) in zip(reference, model, strict=False)
+    ]
+    return Divergence(*map(np.array, zip(*rows, strict=True)))
 
 
 def row_divergence(
-    reference_logits: np.ndarray, logits: np.ndarray, target: int
+    log_p: np.ndarray, log_q: np.ndarray, target: int, min_logprob: float = -math.inf
 ) -> tuple[float, bool, float, float]:
     """Return KL(p || q), whether the likeliest tokens are the same, -ln q(target) and -ln p(target).
 
-    reference_logits, logits  (V,) f32
+    log_p, log_q  (V,) f64, of the reference and of the model
     """
-    log_p, log_q = log_probabilities(reference_logits), log_probabilities(logits)
-    kl = float(np.exp(log_p) @ (log_p - log_q))
+    likely = log_p > min_logprob
+    kl = float(np.exp(log_p[likely]) @ (log_p[likely] - log_q[likely]))
     has_same_top = bool(log_p.argmax() == log_q.argmax())
-    return max(kl, 0.0), has_same_top, -float(log_q[target]), -float(log_p[target])
+    return kl, has_same_top, -float(log_q[target]), -float(log_p[target])

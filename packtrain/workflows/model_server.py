@@ -46,24 +46,22 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
 
     COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    host: str = option(
+        "127.0.0.1", "address to listen on, or several with commas; 0.0.0.0: all of this machine's"
+    )
     port: int = option(8080, "port to listen on; 0: any that is free", min_value=0, max_value=65535)
     alias: str | None = option(
-        None,
-        "name of the model for clients, or several with commas (default: its file's)",
-        flags="-a",
-    )
+        None, "name of the model for clients, or several with commas (default: its file's)", flags="-a",
+    )  # fmt: skip
     tags: str | None = option(None, "tags of the model for clients, with commas between them")
     api_key: tuple[str, ...] = option((), "requests need this key; repeatable", metavar="KEY")
     api_key_file: Path | None = option(
         None, "requests need one of the keys in this file, one a line"
     )
     ctx: int | None = MODEL(
-        None,
-        f"tokens that fit, of all slots together (default: the model's own, up to {CONTEXT:,})",
-        flags="-c --ctx-size",
-        min_value=1,
-    )
+        None, f"tokens that fit, of all slots together (default: the model's own, up to {CONTEXT:,})",
+        flags="-c --ctx-size", min_value=1,
+    )  # fmt: skip
     parallel: int = option(
         4, "slots: answers written at once", flags="-np", min_value=1, max_value=63
     )
@@ -94,20 +92,17 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
     )  # fmt: skip
     reasoning: str = option(
-        generation_settings.REASONING_MODES[0],
-        generation_settings.REASONING_HELP,
+        generation_settings.REASONING_MODES[0], generation_settings.REASONING_HELP,
         choices=generation_settings.REASONING_MODES,
-    )
+    )  # fmt: skip
     swa_checkpoints: int = MODEL(
         4, "states of the window that are kept for each slot", flags="--ctx-checkpoints", min_value=0,
     )  # fmt: skip
     embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
     reranking: bool = option(
-        False,
-        "answer /v1/rerank, by a Qwen3 reranker",
-        flags="--rerank",
+        False, "answer /v1/rerank, by a Qwen3 reranker", flags="--rerank",
         conflicts={"pooling": "as a reranker has its own pooling"},
-    )
+    )  # fmt: skip
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
     )

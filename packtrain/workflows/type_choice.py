@@ -26,6 +26,7 @@ from packtrain.gguf import GGUF
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import read_scaled
 from packtrain.models.quant_recipe import MIXES, tensor_dtypes
+from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.adapter_merge import MergeSettings, merge
 from packtrain.workflows.calibrated_quantization import calibrated_types
 from packtrain.workflows.calibration_data import calibration, fitting_reading
@@ -58,16 +59,14 @@ class ChooseSettings:
     )
     also: tuple[Path, ...] = option((), "a file to measure as it is; repeatable", metavar="FILE")
     aware: tuple[Path, ...] = option(
-        (),
-        "a file that `finetune --aware` wrote, to measure as it is and show under its type; repeatable",
+        (), "a file that `finetune --aware` wrote, to measure as it is and show under its type; repeatable",
         metavar="FILE",
-    )
+    )  # fmt: skip
+    kl: bool = option(False, "show the KL divergence of each file from the unrounded tuned model")
     keep: float = option(0.98, "the share of the gain that must be kept", min_value=0, max_value=1)
     memory: str | None = option(
-        None,
-        "with --calibrate: limit of private memory while a file is written, such as 2GiB",
-        requires="calibrate",
-    )
+        None, "with --calibrate: limit of private memory while a file is written, such as 2GiB", requires="calibrate",
+    )  # fmt: skip
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     svg: Path | None = option(
@@ -85,6 +84,7 @@ class TypeTrial:
     nbytes  size of the whole file
     loss    nats per token
     kept    share of tuning's gain that the file keeps
+    kl      mean KL divergence from the tuned model's predictions, nats; None without --kl
     """
 
     name: str
@@ -92,6 +92,7 @@ class TypeTrial:
     nbytes: int
     loss: float
     kept: float
+    kl: MeanEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,8 @@ def _try_types(
         merge_settings = MergeSettings(settings.model, adapters, merged_path, "f32", overwrite=True)
         merge(merge_settings, progress_events)
         tuned_path = merged_path
-    measure_loss = partial(_measure_loss, settings, progress_events)
-    before, after = measure_loss(settings.model), measure_loss(tuned_path)
+    measure_file = partial(_measure_file, settings, progress_events)
+    (before, _), (after, _) = measure_file(settings.model), measure_file(tuned_path)
     if not after < before:
         raise InputError(
             f"{settings.tuned}: its loss on {settings.data} is {after:.4f} and the base's {before:.4f}; without a gain"
@@ -183,10 +184,9 @@ def _try_types(
     type_trials = list[TypeTrial]()
     for name, method, write_file in _candidates(settings, tuned_path, progress_events):
         write_file(trial)
-        trial_loss = measure_loss(trial)
-        type_trial = TypeTrial(
-            name, method, trial.stat().st_size, trial_loss, (before - trial_loss) / (before - after)
-        )
+        trial_loss, kl = measure_file(trial, tuned_path if settings.kl else None)
+        kept_share = (before - trial_loss) / (before - after)
+        type_trial = TypeTrial(name, method, trial.stat().st_size, trial_loss, kept_share, kl)
         events.row(trial_line(type_trial))
         type_trials.append(type_trial)
         best_trial = min(type_trials, key=partial(_trial_rank, settings.keep))
@@ -234,9 +234,13 @@ def _is_adapter(path: Path) -> bool:
     return GGUF(path).metadata.get("general.type") == "adapter"
 
 
-def _measure_loss(settings: ChooseSettings, events: Events, path: Path) -> float:
-    measured = EvaluateSettings((path,), settings.data, ctx=settings.ctx, columns=settings.columns)
-    return evaluate(measured, events).loss().value
+def _measure_file(
+    settings: ChooseSettings, events: Events, path: Path, kl_base: Path | None = None
+) -> tuple[float, MeanEstimate | None]:
+    """Return the loss of a file on the data, and the KL divergence from `kl_base`."""
+    options: dict[str, Any] = {"ctx": settings.ctx, "columns": settings.columns, "kl_base": kl_base}
+    result = evaluate(EvaluateSettings((path,), settings.data, **options), events)
+    return result.loss().value, result.mean_kl()
 
 
 def _candidates(
@@ -295,5 +299,6 @@ def _copy_file(source_path: Path, path: Path) -> None:
 
 def trial_line(trial: TypeTrial) -> str:
     """Format a trial as a row of the table."""
-    size = f"{trial.nbytes / (1 << 20):10.2f} MiB"
-    return f"{trial.name:12} {trial.how:10} {size}  loss {trial.loss:.4f}  keeps {trial.kept:.1%}"
+    file = f"{trial.name:12} {trial.how:10} {trial.nbytes / (1 << 20):10.2f} MiB"
+    kl = f"  KL {trial.kl.text(6)}" if trial.kl else ""
+    return f"{file}  loss {trial.loss:.4f}  keeps {trial.kept:.1%}{kl}"

@@ -42,13 +42,13 @@ TEMPLATES = {
     "mistral-v3": _mistral(MISTRAL, "", " ", " | trim"),
     "mistral-v3-tekken": _mistral(MISTRAL).replace("'[INST]'", '"[INST]"'), "mistral-v7": _mistral(MISTRAL_7, "", " "),
     "mistral-v7-tekken": _mistral(MISTRAL_7),
-    "phi3": _family_template("phi3"), "phi4": _family_template("phi4"),
+    "phi3": _family_template("phi3"), "phi4": _family_template("phi4"), "command-r": _family_template("command-r"),
 }  # fmt: skip
 MARKERS = {  # the first family with all its markers wins
     "gemma": ("<start_of_turn>", "<end_of_turn>"), "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"), "chatml": ("<|im_start|>", "<|im_end|>"),
     "phi3": ("<|user|>", "<|assistant|>", "<|end|>"), "mistral-v7": ("[SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"),
-    "mistral-v3": ("[INST]", "[/INST]", "</s>"),
+    "mistral-v3": ("[INST]", "[/INST]", "</s>"), "command-r": ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
 }  # fmt: skip
 TEKKEN = "tekken"
 NONE = "since the model has none and its vocabulary has"

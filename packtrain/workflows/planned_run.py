@@ -43,6 +43,7 @@ from packtrain.workflows.run_page_server import reserve_page_memory
 
 MAX_RECTANGLES = 400  # rectangles of the plan's picture in a notebook, some 40 kB
 PrepareRun = Callable[[Any, ReportFunction], "PlannedRun"]  # settings, and where messages go
+BuildJob = Callable[[Any, ReportFunction], TrainingJob]  # likewise
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -139,8 +140,7 @@ class PlannedRun:
 
 
 def plan_run(
-    command: str, settings: RunSettings, build_job: Callable[[Any, ReportFunction], TrainingJob],
-    report: ReportFunction, will_run: bool = True,
+    command: str, settings: RunSettings, build_job: BuildJob, report: ReportFunction, will_run: bool = True,
 ) -> PlannedRun:  # fmt: skip
     """Build and plan a job, or explain why it is refused; loads its kernels. Raises InputError.
 
@@ -160,8 +160,8 @@ def plan_run(
 
 
 def _plan_on_rank(
-    command: str, settings: RunSettings, build_job: Callable[[Any, ReportFunction], TrainingJob],
-    report: ReportFunction, shared_decision: tuple[StepShape, bool] | None,
+    command: str, settings: RunSettings, build_job: BuildJob, report: ReportFunction,
+    shared_decision: tuple[StepShape, bool] | None,
 ) -> PlannedRun:  # fmt: skip
     """Build and plan the job in this process; `shared_decision` is what rank 0 has decided."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
@@ -257,9 +257,7 @@ def _spread_target(
 
 
 def _build_checked_job(
-    settings: RunSettings,
-    build_job: Callable[[Any, ReportFunction], TrainingJob],
-    report: ReportFunction,
+    settings: RunSettings, build_job: BuildJob, report: ReportFunction
 ) -> TrainingJob:
     """Build the job of the settings, and check both. Raises InputError."""
     check_effects(settings)

@@ -33,6 +33,7 @@ from packtrain.workflows import text_embeddings as embedding
 from packtrain.workflows import text_generation as generating
 from packtrain.workflows import training_run as training
 from packtrain.workflows import type_choice as choosing
+from packtrain.workflows.eval_data import EvaluateSettings
 from packtrain.workflows.generation_settings import GeneratedText
 from packtrain.workflows.planned_run import PlannedRun, PrepareRun
 from packtrain.workflows.training_result import TrainingResult
@@ -143,7 +144,7 @@ def plan(task: Callable[..., TrainingResult], *args: Any, **settings: Any) -> Pl
     return prepare(parsed_settings[0], parsed_settings[1].message)
 
 
-@command(evaluating.EvaluateSettings)
+@command(EvaluateSettings)
 def evaluate(model: File, data: File | None = None, **settings: Any) -> evaluating.EvalResult:
     """Measure losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
 
@@ -152,7 +153,7 @@ def evaluate(model: File, data: File | None = None, **settings: Any) -> evaluati
     Raises InputError; Interrupted if it is stopped.
     """
     options = settings | {"model": model, "data": data}
-    return evaluating.evaluate(*split_settings(evaluating.EvaluateSettings, options))
+    return evaluating.evaluate(*split_settings(EvaluateSettings, options))
 
 
 @command(comparing.CompareSettings)

@@ -17,7 +17,7 @@ from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import adapted, merge_only_weights, read_scaled
 from packtrain.workflows.adapter_merge import MergeSettings
-from packtrain.workflows.evaluation import EvaluateSettings
+from packtrain.workflows.eval_data import EvaluateSettings
 from packtrain.workflows.text_generation import GenerateSettings
 from tests.adapters import random_adapter
 from tests.architectures import random_model
@@ -32,7 +32,7 @@ def logits(model: ModelFile) -> np.ndarray:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.workflows.eval_data.cache_root", lambda: tmp_path / "cache")
 
 
 def check_beside(name: str, folder: Path) -> None:

@@ -157,7 +157,6 @@ def test_the_order_of_tries():
     [
         ({"type": ["q9"]}, "type q9 is unknown; it must be one of"),
         ({"tuned": "base.gguf"}, "its loss on .*without a gain there is nothing to keep"),
-        ({"memory": "1GiB"}, "memory has no effect without calibrate"),
         ({"data": "none.jsonl"}, "data.*none.jsonl"),
         ({"also": ["none.gguf"]}, "also.*none.gguf"),
         ({"aware": ["none.gguf"]}, "aware.*none.gguf"),

@@ -137,7 +137,10 @@ def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch)
         environment.CPUS, "later", {"CPU_NAME": "later", "CPU_FEATURES": "+avx2,+z9"}
     )
     for cpu_name, sentence in (
-        ("AVX2", "PACKTRAIN_CPU: AVX2 is unknown; it must be avx2 or avx512 or later, or unset"),
+        (
+            "AVX2",
+            "PACKTRAIN_CPU: AVX2 is unknown; it must be avx2 or avx512 or x86-64-v3 or later, or unset",
+        ),
         ("later", "PACKTRAIN_CPU: later: this CPU has no "),
     ):
         monkeypatch.setenv("PACKTRAIN_CPU", cpu_name)

@@ -34,6 +34,7 @@ from packtrain.data.text.documents import split_documents
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.data.train_vocabulary import train_vocabulary, vocabulary_of
+from packtrain.kernels.runtime import kernel_cache, loader
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 needs_shared = pytest.mark.shared
@@ -431,7 +432,7 @@ def test_a_reader_stays_within_memory_or_names_the_row(tmp_path):
     used = private_nbytes() + (72 << 20)
     with pytest.raises(InputError, match=r"rows.jsonl: line 2 needs more memory to be read than"):
         prepare_corpus(text_of(data), tmp_path / "cache", silent, f"{used}B")
-    with pytest.raises(DoesNotFit, match="reading the data needs at least"):
+    with pytest.raises(DoesNotFit, match="needs at least"):
         prepare_corpus(text_of(data), tmp_path / "cache", silent, "8MiB")
 
 
@@ -445,6 +446,18 @@ def test_the_least_memory_to_read_the_data_leaves_room_for_a_larger_process(tmp_
     named = parse_size(str(error.value).split()[-1], "--memory")
     monkeypatch.setattr(token_cache, "private_nbytes", lambda: 103 << 20)
     prepare_corpus(text_of(data), tmp_path / "cache", silent, f"{named}B")
+
+
+def test_the_least_memory_counts_kernels_that_are_still_to_be_compiled(tmp_path, monkeypatch):
+    """Else the size that is named would be refused again, after the data is read."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a b"}\n', encoding="utf-8")
+    for missing, work in (([], "reading the data"), (["row_products"], "compiling kernels, once,")):
+        monkeypatch.setattr(kernel_cache, "missing_modules", lambda names, missing=missing: missing)
+        with pytest.raises(DoesNotFit, match=f"{work} needs at least") as error:
+            prepare_corpus(text_of(data), tmp_path / "cache", silent, "8MiB")
+    named_nbytes = parse_size(str(error.value).split()[-1], "--memory")
+    loader.choose_mode(named_nbytes, private_nbytes(), ["row_products"])
 
 
 def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):

@@ -14,15 +14,16 @@ import pytest
 
 from packtrain.cli import evaluate
 from packtrain.cli.main import main
-from packtrain.common.errors import InputError, Interrupted
+from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.model_file import open_model, save_model
-from packtrain.training.model_loss import MeanEstimate, loss_executor
+from packtrain.training import perplexity_windows
+from packtrain.training.model_loss import MeanEstimate, loss_executor, loss_plan
 from packtrain.training.monitoring import progress
 from packtrain.training.monitoring.work_progress import WorkCounter
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
-from packtrain.workflows.eval_file import find_eval_file
-from packtrain.workflows.evaluation import EvaluateSettings
+from packtrain.workflows import calibration_data
+from packtrain.workflows.eval_data import EvalDataLoader, EvaluateSettings, find_eval_file
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.kill import sample_chats
@@ -31,12 +32,13 @@ from tests.test_model_file import SHARED, STORIES, needs_shared, save
 
 WORDS = "the cat the hat a bad head\nan added deed, the face of a cafe. "
 SAMPLE = SHARED / "text/tinystories_sample.txt"
+USED_NBYTES = 1 << 20  # private memory before the losses are planned
 RESULT_RE = re.compile(r"loss ([\d.]+) ± ([\d.]+) nats per token, perplexity ([\d.]+) ± ([\d.]+)\n")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.workflows.eval_data.cache_root", lambda: tmp_path / "cache")
 
 
 @pytest.fixture
@@ -408,3 +410,36 @@ def test_a_count_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert (
         "window 3 of 3, 0:00 left  perplexity 7" in stream.getvalue() and "\r" in stream.getvalue()
     )
+
+
+def test_memory_decides_how_many_windows_are_read_at_a_time(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration_data, "private_nbytes", lambda: USED_NBYTES)
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 40)
+    opened, length = open_model(model), 32
+    arenas = {
+        rows: loss_plan(opened, rows, length, skipped=length // 2)[1].arena().nbytes
+        for rows in (1, 8)
+    }
+
+    def rows_within(nbytes: int) -> int:
+        settings = EvaluateSettings(
+            (model,), text, ctx=length, batch_size=8, memory=f"{(nbytes + USED_NBYTES) / 1024:f}KiB"
+        )
+        return EvalDataLoader(settings, opened, list[str]().append).load(length).batches.rows
+
+    monkeypatch.setattr(perplexity_windows, "private_nbytes", lambda: -(1 << 30))
+    assert rows_within(arenas[8]) == 8
+    assert rows_within(arenas[8] - 1) == 4
+    assert rows_within(arenas[1]) == 1
+    with pytest.raises(DoesNotFit, match="too small to measure the loss; the smallest that would"):
+        rows_within(arenas[1] - 1)
+
+
+def test_a_text_whose_tokens_have_no_room_is_refused(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 40)
+    with pytest.raises(DoesNotFit, match=f"too small for the tokens of {text}"):
+        read_single_text(text, None, open_model(model).tokenizer(), memory="1MiB")

@@ -16,7 +16,7 @@ from tests.test_evaluate import WORDS
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.workflows.eval_data.cache_root", lambda: tmp_path / "cache")
 
 
 def losses(model: Path, data: Path, **options: Any) -> np.ndarray:

@@ -19,7 +19,8 @@ from packtrain.engine.ops.arrays import round_to_bf16
 from packtrain.engine.tensor import Tensor, constant, input
 from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.models.model_file import open_model
-from packtrain.workflows.evaluation import EvaluateSettings, evaluate
+from packtrain.workflows.eval_data import EvaluateSettings
+from packtrain.workflows.evaluation import evaluate
 from packtrain.workflows.text_generation import GenerateSettings, generate
 from tests.architectures import random_model
 from tests.checks import assert_same_bits

@@ -15,7 +15,7 @@ from packtrain import kernels
 from packtrain.cli import compile
 from packtrain.cli.main import main
 from packtrain.common.child_process import variables
-from packtrain.kernels.runtime import kernel_cache, loader, machine_code
+from packtrain.kernels.runtime import environment, kernel_cache, loader, machine_code
 from tests.test_model_file import save
 
 SMALL = ("softmax",)
@@ -276,6 +276,22 @@ def test_kept_fingerprints_are_those_of_the_sources(
     kernel_cache.saved_fingerprints.cache_clear()
     monkeypatch.setattr(kernel_cache, "platform_identity", lambda: ("another",))
     assert kernel_cache.saved_fingerprints() == {}
+
+
+def test_code_for_a_chosen_cpu_serves_every_machine_that_has_it(monkeypatch: pytest.MonkeyPatch):
+    features = environment.CPUS["avx2"]["CPU_FEATURES"]
+    environment._override_config.cache_clear()
+
+    def identity_on(cpu_name: str, cpu_features: str) -> tuple[str, ...]:
+        monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: cpu_name)
+        monkeypatch.setattr(environment, "host_cpu_features", lambda: cpu_features)
+        return environment.platform_identity.__wrapped__()
+
+    machines = ("znver4", f"{features},+avx512f"), ("alderlake", f"{features},+avxvnni")
+    monkeypatch.setenv("PACKTRAIN_CPU", "x86-64-v3")
+    assert len({identity_on(*machine) for machine in machines}) == 1
+    monkeypatch.delenv("PACKTRAIN_CPU")
+    assert len({identity_on(*machine) for machine in machines}) == 2
 
 
 def truncate_file(file: Path) -> None:

@@ -11,7 +11,7 @@ from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.model_file import open_model
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
-from packtrain.workflows.evaluation import EvaluateSettings
+from packtrain.workflows.eval_data import EvaluateSettings
 from packtrain.workflows.saved_logits import encode_row
 from tests.architectures import random_model
 from tests.kill import sample_chats

@@ -22,7 +22,7 @@ from packtrain.models.activation_rounding import matmul_weight
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import with_activations
-from packtrain.workflows.evaluation import EvaluateSettings
+from packtrain.workflows.eval_data import EvaluateSettings
 from packtrain.workflows.generation_settings import GenerationSettings, opened
 from packtrain.workflows.quantization import QuantizeSettings
 from tests.test_model_file import TOKENS, save

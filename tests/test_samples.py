@@ -578,7 +578,7 @@ def test_memory_counts_the_child_that_renders_chats(tmp_path: Path, model: Path)
     recipe = DatasetRecipe(write_data(tmp_path, [{"messages": PAIR}]), model, 100)
     release_memory()
     limit = private_nbytes() + token_cache.CHILD_START_NBYTES + token_cache.RENDERING_NBYTES // 2
-    with pytest.raises(DoesNotFit, match="reading the data needs at least"):
+    with pytest.raises(DoesNotFit, match="needs at least"):
         prepare_dataset(recipe, tmp_path / "cache", lambda sentence: None, f"{limit}B")
 
 

@@ -1,6 +1,7 @@
 """packtrain compile: compile all kernels ahead of time, for container images and shared machines."""
 
 import math
+import os
 import time
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,6 +11,7 @@ from packtrain.common.memory import parse_size, private_nbytes
 from packtrain.common.options import option
 from packtrain.engine.optim import OPTIMIZERS
 from packtrain.kernels.runtime import kernel_cache
+from packtrain.kernels.runtime.environment import CPUS
 from packtrain.models.config import PRESETS
 from packtrain.planner.kernel_memory import loaded, required_kernel_modules
 
@@ -19,10 +21,16 @@ class CompileSettings:
     """Compile missing kernels into $XDG_CACHE_HOME/packtrain/kernels (default: ~/.cache/packtrain/kernels)."""
 
     memory: str | None = option(None, "memory limit for all processes together, such as 512MiB")
+    cpu: str | None = option(
+        None, "compile for each CPU of this level, not for this one; PACKTRAIN_CPU must name it in runs, too",
+        choices=tuple(CPUS),
+    )  # fmt: skip
 
 
 def run(settings: CompileSettings) -> int:
     """Compile every kernel module that is not compiled, and print the folder. Raises DoesNotFit, InputError."""
+    if settings.cpu is not None:
+        os.environ["PACKTRAIN_CPU"] = settings.cpu  # children compile for it, too
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
     start_time = time.perf_counter()
     module_names = kernel_cache.kernel_modules()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from shlex import quote
+from textwrap import shorten
 
 from packtrain.cli import DONE
 from packtrain.cli.main import COMMANDS, settings_class_of
@@ -70,5 +71,5 @@ def fish_script() -> str:
             words = (f"-l {n[2:]}" if n[:2] == "--" else f"-o {n[1:]}" for n in names)
             has_values = f" -xa {quote(' '.join(values))}" if values else ""
             line = f"complete -c packtrain -n {condition} {' '.join(words)}{has_values}"
-            lines.append(f"{line} -d {quote(text[:60])}")
+            lines.append(f"{line} -d {quote(shorten(text, 60, placeholder=' …'))}")
     return "\n".join(dict.fromkeys(lines))

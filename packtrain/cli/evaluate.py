@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.training.model_loss import MeanEstimate
-from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate
+from packtrain.workflows.eval_data import EvaluateSettings
+from packtrain.workflows.evaluation import EvalResult, evaluate
 from packtrain.workflows.kl_divergence import Divergence
 
 

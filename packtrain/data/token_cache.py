@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DiskFull, DoesNotFit, InputError, UserError
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
-from packtrain.kernels.runtime import loader
+from packtrain.kernels.runtime import kernel_cache, loader
 
 DAY_SECONDS, SECONDS_BETWEEN_LINES = 24 * 3600.0, 3.0
 PATH_FIELDS = "data", "model", "vocab"  # of recipes
@@ -85,7 +85,10 @@ def build_folder(
         min_nbytes += TOKEN_NBYTES * vocab_size
         if budget_nbytes < min_nbytes:
             min_mib = -(-(used_nbytes + min_nbytes + SPARE_NBYTES) // (1 << 20))
-            raise DoesNotFit(f"--memory: reading the data needs at least {min_mib}MiB")
+            missing_names = kernel_cache.missing_modules(kernel_cache.kernel_modules())
+            compile_mib = loader.min_compile_mib(used_nbytes, missing_names)
+            work = "reading the data" if compile_mib <= min_mib else "compiling kernels, once,"
+            raise DoesNotFit(f"--memory: {work} needs at least {max(min_mib, compile_mib)}MiB")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for unfinished_folder in folder.parent.glob("*-*"):  # of processes that were killed

@@ -14,6 +14,7 @@ from packtrain.common.version import __version__
 from packtrain.dtypes import DTYPES, READABLE, Dtype
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.ops.costs import laying
+from packtrain.kernels.runtime import environment
 from packtrain.kernels.runtime.environment import cache_root, platform_identity, write_error
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.speed_probe import DEFAULT_RATES, measure_rates
@@ -119,7 +120,8 @@ def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
 def rates_path(num_threads: int, target: Target = CPU) -> Path:
     """Return the path of the cached rates of this version, machine, backend and number of threads."""
     name = target.backends[0].name
-    parts = __version__, str(num_threads), *platform_identity(), *([] if name == "cpu" else [name])
+    machine = environment.host_cpu_features(), *platform_identity()
+    parts = __version__, str(num_threads), *machine, *([] if name == "cpu" else [name])
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_root() / f"rates-{name}.json"
 

@@ -11,8 +11,8 @@ from packtrain.common.memory import total_nbytes
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
-from packtrain.engine.memory_plan import make_plan, size_text
-from packtrain.engine.placement import place
+from packtrain.engine.memory_plan import Plan, make_plan, size_text
+from packtrain.engine.placement import Placed, place
 from packtrain.models import transformer
 from packtrain.models.model_file import ModelFile
 from packtrain.training.training_engine import with_targets
@@ -24,18 +24,25 @@ def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> Executor:
     """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss."""
-    leaves = transformer.weights(model.config, model.matrix_dtypes())
-    session = Session(target.limits)
+    placed, plan = loss_plan(model, rows, time, chunk, skipped, target)
+    session, available_nbytes = Session(target.limits), total_nbytes()
     session.share(model.stored())
-    loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
-    placed = place(Graph({"losses": loss.losses}), target)
-    plan, available_nbytes = make_plan(placed), total_nbytes()
     if plan.arena().nbytes > available_nbytes:
         raise DoesNotFit(
             f"windows of {rows} × {time} tokens need {size_text(plan.arena().nbytes)}, and there "
             f"are {size_text(available_nbytes)}; a smaller --ctx or --batch-size needs less"
         )
     return session.executor(placed, plan)
+
+
+def loss_plan(
+    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
+) -> tuple[Placed, Plan]:
+    """Plan the graph that `loss_executor` runs."""
+    leaves = transformer.weights(model.config, model.matrix_dtypes())
+    loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
+    placed = place(Graph({"losses": loss.losses}), target)
+    return placed, make_plan(placed)
 
 
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:

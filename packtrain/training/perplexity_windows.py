@@ -4,6 +4,7 @@ The text is one stream of tokens. BOS replaces the first token of a window, and 
 are scored, so that each has at least half a window of context. An incomplete window at the end is not measured.
 """
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.common.errors import DoesNotFit
+from packtrain.common.memory import parse_size, private_nbytes
 from packtrain.data.text.documents import SourceFile, read_documents
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.tokenizer import Tokenizer
@@ -63,20 +66,28 @@ class PerplexityWindows:
         }  # fmt: skip
 
 
-def read_single_text(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
+def read_single_text(
+    path: Path, separator: str | None, tokenizer: Tokenizer, memory: str | None = None
+) -> np.ndarray | None:
     """Tokenize a file as one text, (N,) i32; None if it holds several documents.
 
     Reads as llama-perplexity does: BOS if the model's file asks for it, control tokens stay text, line ends stay, and
     the last line feed is dropped. In documents shorter than a window, the window's second half would say nothing
-    about context, and the separator would be scored as text.
+    about context, and the separator would be scored as text. Raises DoesNotFit if the tokens need more than `memory`.
     """
     sources, reading_report = [SourceFile(path)], ReadingReport(path, keep_line_ends=True)
     if sum(piece.is_last for piece in read_documents(sources, separator, [reading_report])) > 1:
         return None
     ids = array("i", [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else [])
     pieces = (piece.text for piece in read_documents(sources, separator, [reading_report]))
+    max_nbytes = math.inf if memory is None else parse_size(memory, "--memory") - private_nbytes()
     for piece_ids in tokenizer.encode_pieces(_without_last_break(pieces)):
         ids.extend(piece_ids)
+        if 2 * ids.itemsize * len(ids) > max_nbytes:  # an array that grows is copied
+            raise DoesNotFit(
+                f"--memory: {memory} is too small for the tokens of {path}",
+                "give more memory, or a smaller text",
+            )
     return np.frombuffer(ids, np.int32)
 
 

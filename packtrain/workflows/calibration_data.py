@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.files import require_existing
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.options import flag
-from packtrain.conversion.calibration.calibration_inputs import ReadingPlan
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
 from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.models.model_file import ModelFile
@@ -47,7 +46,15 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
     return rows
 
 
-def fitting_reading(memory: str | None, readings: Iterable[ReadingPlan], work: str) -> ReadingPlan:
+class _SizedReading(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+R = TypeVar("R", bound=_SizedReading)
+
+
+def fitting_reading(memory: str | None, readings: Iterable[R], work: str) -> R:
     """Return the first reading plan that fits --memory. Raises DoesNotFit, which names the least that would do.
 
     work  what is done with the data, in words

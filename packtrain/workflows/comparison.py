@@ -19,8 +19,8 @@ from packtrain.training.model_loss import MeanEstimate
 from packtrain.training.run_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
 from packtrain.workflows import tool_call_scores
 from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
-from packtrain.workflows.eval_file import find_eval_file
-from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate
+from packtrain.workflows.eval_data import EvaluateSettings, find_eval_file
+from packtrain.workflows.evaluation import EvalResult, evaluate
 from packtrain.workflows.judge_command import judge_answers, parse_command
 from packtrain.workflows.tool_call_scores import ToolCall, ToolCallReader, ToolCallScore
 

@@ -30,7 +30,8 @@ from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.adapter_merge import MergeSettings, merge
 from packtrain.workflows.calibrated_quantization import calibrated_types
 from packtrain.workflows.calibration_data import calibration, fitting_reading
-from packtrain.workflows.evaluation import EvaluateSettings, evaluate
+from packtrain.workflows.eval_data import EvaluateSettings
+from packtrain.workflows.evaluation import evaluate
 from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, quantize
 
 DEFAULT_TYPES = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
@@ -65,8 +66,10 @@ class ChooseSettings:
     kl: bool = option(False, "show the KL divergence of each file from the unrounded tuned model")
     keep: float = option(0.98, "the share of the gain that must be kept", min_value=0, max_value=1)
     memory: str | None = option(
-        None, "with --calibrate: limit of private memory while a file is written, such as 2GiB", requires="calibrate",
-    )  # fmt: skip
+        None,
+        "limit of private memory, such as 2GiB",
+        conflicts={"kl": "whose memory is not planned"},
+    )
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     svg: Path | None = option(
@@ -238,8 +241,10 @@ def _measure_file(
     settings: ChooseSettings, events: Events, path: Path, kl_base: Path | None = None
 ) -> tuple[float, MeanEstimate | None]:
     """Return the loss of a file on the data, and the KL divergence from `kl_base`."""
-    options: dict[str, Any] = {"ctx": settings.ctx, "columns": settings.columns, "kl_base": kl_base}
-    result = evaluate(EvaluateSettings((path,), settings.data, **options), events)
+    measured = EvaluateSettings(
+        (path,), settings.data, ctx=settings.ctx, columns=settings.columns, kl_base=kl_base, memory=settings.memory
+    )  # fmt: skip
+    result = evaluate(measured, events)
     return result.loss().value, result.mean_kl()
 
 

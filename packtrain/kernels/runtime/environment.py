@@ -19,7 +19,7 @@ from pathlib import Path
 from packtrain.common.errors import InputError
 from packtrain.common.gc_control import gc_paused
 
-# values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
+# values of PACKTRAIN_CPU: compile for a lesser CPU than this one, for images, and to try what its users get
 CPUS = {
     "avx2": {
         "CPU_NAME": "haswell",
@@ -31,6 +31,7 @@ CPUS = {
         ",+avx512cd,+avx512dq,+avx512vl,+avx512vnni,+avx512bf16",
     },
 }
+CPUS["x86-64-v3"] = CPUS["avx2"]
 ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, its request, and AMX's tiles
 AMX = "amx-bf16"
 PRECISION_FEATURES = {"bf16": "avx512bf16", "bf16x3": AMX}  # CPU feature by precision of products
@@ -122,15 +123,18 @@ def _override_config(cpu_name: str) -> dict[str, str]:
 
 @cache
 def platform_identity() -> tuple[str, ...]:
-    """Return all that compiled code depends on in addition to its source."""
+    """Return all that compiled code depends on in addition to its source: of this machine only what was not chosen."""
     import llvmlite.binding
 
+    this_cpu = {
+        "CPU_NAME": llvmlite.binding.get_host_cpu_name(),
+        "CPU_FEATURES": host_cpu_features(),
+    }
     return (
         "with entries",  # the format of saved code, see machine_code.py
-        *map(package_version, ("numba", "llvmlite")), sys.version, llvmlite.binding.get_host_cpu_name(),
-        host_cpu_features(), *("tiles" for _ in range(has_cpu_feature(AMX))),
-        *("roomy" for _ in range(has_large_l2())),
-        *(part for config_item in sorted(chosen_cpu().items()) for part in config_item),
+        *map(package_version, ("numba", "llvmlite")), sys.version,
+        *("tiles" for _ in range(has_cpu_feature(AMX))), *("roomy" for _ in range(has_large_l2())),
+        *(part for config_item in sorted((this_cpu | chosen_cpu()).items()) for part in config_item),
     )  # fmt: skip
 
 
@@ -165,7 +169,9 @@ def supports_precision(precision: str) -> bool:
 
 @cache
 def has_large_l2() -> bool:
-    """Return whether a core's L2 cache has 2 MiB, which products make use of."""
+    """Return whether a core's L2 cache has 2 MiB, which products make use of; a chosen CPU has the usual 1 MiB."""
+    if os.environ.get("PACKTRAIN_CPU"):
+        return False
     with contextlib.suppress(OSError, ValueError):
         size_text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
         return int(size_text.removesuffix("K")) >= 2048

@@ -84,11 +84,17 @@ def choose_mode(limit: int | None, used: int, names: Collection[str]) -> Compile
             limit is None or used + compile_mode.max_nbytes(names) <= limit
         ):
             return compile_mode
-    needed_mib = -(-(used + COMPILE_MODES[-1].max_nbytes(names) + SLACK_NBYTES) // MIB)
+    needed_mib = min_compile_mib(used, names)
     raise DoesNotFit(
         f"--memory: compiling kernels needs {needed_mib} MiB; run `packtrain"
         f" compile` first, or give --memory {needed_mib}MiB"
     )
+
+
+def min_compile_mib(used: int, names: Collection[str]) -> int:
+    """Return the smallest --memory within which these modules compile beside `used` bytes; 0 if there are none."""
+    nbytes = used + COMPILE_MODES[-1].max_nbytes(names) + SLACK_NBYTES
+    return -(-nbytes // MIB) if names else 0
 
 
 def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> int:

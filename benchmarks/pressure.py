@@ -20,6 +20,8 @@ from pathlib import Path
 from benchmarks.watched import private_nbytes_of, run_watched
 from packtrain.common.memory import parse_size
 from packtrain.kernels.runtime.environment import cache_root
+from packtrain.models.model_file import open_model
+from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask
 from tests.servers import serve_process
@@ -29,7 +31,8 @@ MIN_MEMORY_RE = re.compile(
     r"(?:would do is about|would do is|needs at least|give --memory) (\d+MiB)"
 )
 WORDS = "the cat", "a dog", "sat on", "some mat", "and saw", "one bird.\n"
-LENGTHS = 10, 300, 30_000, 900_000, 4_000_000
+LENGTHS = 10, 300, 30_000, 900_000, 4_000_000  # characters of a row
+SHARES = 8, 8, 8, 3, 1  # how often each is drawn: the longest take a minute or more
 SIZES = 60, 90, 100, 130, 200, 300
 
 
@@ -41,9 +44,9 @@ def random_words(rng: random.Random, length: int) -> str:
 
 def rows(rng: random.Random, folder: Path) -> Path:
     """A file of a few rows, one of which may be very long."""
-    texts = [random_words(rng, rng.choice(LENGTHS)) for _ in range(rng.randint(1, 4))] + [
-        "a b c"
-    ] * 50
+    texts = [
+        random_words(rng, length) for length in rng.choices(LENGTHS, SHARES, k=rng.randint(1, 4))
+    ] + ["a b c"] * 50
     records = [{"prompt": "say", "completion": text} for text in texts]
     rng.shuffle(records)
     name = rng.choice(("a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"))
@@ -54,9 +57,8 @@ def rows(rng: random.Random, folder: Path) -> Path:
 
 def text(rng: random.Random, folder: Path) -> Path:
     name = rng.choice(("a.txt", "a.txt.gz"))
-    return written(
-        folder / name, random_words(rng, rng.choice(LENGTHS[2:])) + "\n" + random_words(rng, 20_000)
-    )
+    (length,) = rng.choices(LENGTHS[2:], SHARES[2:])
+    return written(folder / name, f"{random_words(rng, length)}\n{random_words(rng, 20_000)}")
 
 
 def broken_file(rng: random.Random, folder: Path) -> Path:
@@ -78,19 +80,28 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def command(rng: random.Random, folder: Path, base: Path) -> list[str]:
-    """A command that reads data."""
+def command(rng: random.Random, folder: Path, base: Path, adapter: Path) -> list[str]:
+    """A command that reads data within a budget."""
     output = ["-o", str(folder / "out.gguf"), "--overwrite"]
     steps = ["--iters", "1", "--no-tensorboard", "--check-answers", "0"]
-    kind = rng.choice(("finetune", "finetune", "train", "imatrix", "quantize"))
+    kind = rng.choice((
+        "finetune", "finetune", "train", "plan", "imatrix", "quantize", "merge", "choose"
+    ))  # fmt: skip
     if kind == "train":
         steps = [*steps[:3], "--preset", "1m", "--vocab-size", "300", "--ctx", "64"]
         return [kind, "--data", str(text(rng, folder)), *steps, *output]
     data = str(rng.choice((rows, rows, text, broken_file))(rng, folder))
     if kind == "finetune":
         return [kind, str(base), "--data", data, "--ctx", "128", *steps, *output]
+    if kind == "plan":
+        return [kind, "finetune", str(base), "--data", data, "--ctx", "128", *steps, *output]
     if kind == "imatrix":
         return [kind, str(base), "--data", data, "--tokens", "2000", *output]
+    if kind == "merge":
+        return [kind, str(base), str(adapter), "--calibrate", data, *output]
+    if kind == "choose":
+        chosen = ["--type", "q4_0", "--type", "q8_0", "--data", data, "--calibrate", data]
+        return [kind, str(base), str(adapter), *chosen, *output[:2]]
     return [kind, str(base), output[1], "Q4_0", "--calibrate", data, "--overwrite"]
 
 
@@ -168,15 +179,17 @@ def served(rng: random.Random, base: Path, requests: int = 60) -> list[str]:
 
 
 def run_cases(count: int, seed: int, folder: Path, report: Callable[[str], None]) -> int:
-    """Run so many cases; how many were wrong. Every tenth is a server."""
-    base, cache = folder / "base.gguf", folder / "cache/packtrain"
+    """Run so many cases; how many were wrong. Every tenth is a server, every thirtieth compiles its kernels anew."""
+    base, adapter, cache = (
+        folder / "base.gguf", folder / "adapter.gguf", folder / "cache/packtrain"
+    )  # fmt: skip
     random_model(base, "llama")
+    random_adapter(adapter, open_model(base))
     cache.mkdir(parents=True)
-    for (
-        cache_entry
-    ) in cache_root().iterdir():  # kernels, and what was measured of them, but no tokens
-        if cache_entry.name != "tokens":
-            (cache / cache_entry.name).symlink_to(cache_entry)
+    cache_root().mkdir(parents=True, exist_ok=True)
+    for entry in cache_root().iterdir():  # kernels, and what was measured of them, but no tokens
+        if entry.name != "tokens":
+            (cache / entry.name).symlink_to(entry)
     faults = 0
     for number in range(count):
         rng, start_time = random.Random(seed + number), time.monotonic()
@@ -185,9 +198,11 @@ def run_cases(count: int, seed: int, folder: Path, report: Callable[[str], None]
         if number % 10 == 9:
             wrong, description = served(rng, base), "serve"
         else:
-            flags, memory = command(rng, place, base), f"{rng.choice(SIZES)}MiB"
-            wrong = run_case(flags, memory, {"XDG_CACHE_HOME": str(folder / "cache")})
-            description = f"{flags[0]} {memory}"
+            flags, memory = command(rng, place, base, adapter), f"{rng.choice(SIZES)}MiB"
+            is_cold = number % 30 == 15
+            home = place if is_cold else cache.parent
+            wrong = run_case(flags, memory, {"XDG_CACHE_HOME": str(home)})
+            description = f"{flags[0]} {memory}{', no kernels compiled' * is_cold}"
         faults += bool(wrong)
         report(
             f"{number}: {description}, {time.monotonic() - start_time:.0f} s: {'; '.join(wrong) or 'ok'}"

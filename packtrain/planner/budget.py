@@ -67,8 +67,7 @@ def _plan_before_loading(
 
     If only the search exceeds the limit, plans without a search are returned.
     """
-    before_nbytes = private_nbytes()
-    if before_nbytes + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
+    if private_nbytes() + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
         return search_plans(shape, request, report)
     plans = plan_in_process(unlimited(shape, request), request)
     direct_nbytes = nbytes_with_margin(plans, HOST)
@@ -76,11 +75,8 @@ def _plan_before_loading(
         return plans, ""
     del plans
     release_memory()
-    # a process whose limit has room for the child makes no plans before it
-    grown_nbytes = 0 if request.target.import_nbytes else private_nbytes() - before_nbytes
     plans, change = search_plans(shape, request, report)
-    search_nbytes = min(plans.search_nbytes - grown_nbytes, direct_nbytes)
-    return replace(plans, search_nbytes=search_nbytes), change
+    return replace(plans, search_nbytes=min(plans.search_nbytes, direct_nbytes)), change
 
 
 def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
@@ -131,12 +127,12 @@ def search_plans(
 def _place_search(shape: StepShape, request: PlanRequest) -> tuple[Callable[..., Any], int]:
     """Return the function that runs a search, in a child or here, and the bytes that the search adds.
 
-    A search runs here if PyTorch, which this process has loaded, would make a child exceed the limit.
+    A search runs here if a child beside this process would exceed the limit.
     """
-    nbytes, import_nbytes = search_child_nbytes(shape, request), request.target.import_nbytes
-    if not import_nbytes or private_nbytes() + nbytes <= request.limits.get(HOST, math.inf):
+    nbytes = search_child_nbytes(shape, request)
+    if private_nbytes() + nbytes <= request.limits.get(HOST, math.inf):
         return run_in_child, nbytes
-    return _run_here, nbytes - CHILD_NBYTES - import_nbytes
+    return _run_here, nbytes - CHILD_NBYTES - request.target.import_nbytes
 
 
 def _run_here(announce: Callable[[], None], function: Callable[..., R], *arguments: Any) -> R:

@@ -126,15 +126,12 @@ def platform_identity() -> tuple[str, ...]:
     """Return all that compiled code depends on in addition to its source: of this machine only what was not chosen."""
     import llvmlite.binding
 
-    this_cpu = {
-        "CPU_NAME": llvmlite.binding.get_host_cpu_name(),
-        "CPU_FEATURES": host_cpu_features(),
-    }
+    cpu = chosen_cpu()
     return (
         "with entries",  # the format of saved code, see machine_code.py
         *map(package_version, ("numba", "llvmlite")), sys.version,
+        cpu.get("CPU_NAME") or llvmlite.binding.get_host_cpu_name(), cpu.get("CPU_FEATURES") or host_cpu_features(),
         *("tiles" for _ in range(has_cpu_feature(AMX))), *("roomy" for _ in range(has_large_l2())),
-        *(part for config_item in sorted((this_cpu | chosen_cpu()).items()) for part in config_item),
     )  # fmt: skip
 
 

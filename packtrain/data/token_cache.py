@@ -35,7 +35,9 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 # stack of a thread; one of the pool touches up to 1.5 MiB when it starts (kernels/runtime/work_stealing.py)
 STACK_NBYTES = 7 << 18
-CHILD_START_NBYTES = 40 << 20  # memory of a child before it reads: 20 to 27 MiB were measured, and threads reserve theirs
+CHILD_START_NBYTES = (
+    40 << 20
+)  # memory of a child before it reads: 20 to 27 MiB were measured, and threads reserve theirs
 # memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
 SPARE_NBYTES = 4 << 20  # by how much equal processes differ

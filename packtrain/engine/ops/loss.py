@@ -153,7 +153,7 @@ def _check_head(x: Tensor, w: Tensor, b: Tensor | None, chunk: int, softcap: flo
     require(chunk > 0 <= softcap, fact)
 
 
-@op(optional=(2, 3, 4, 5))
+@op(optional=(2, 3, 4, 5), inplace={3: (0,)})
 def linear_cross_entropy(
     x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, b: Tensor | None = None, *, chunk: int = 256,
     softcap: float = 0.0, precision: str = "f32",

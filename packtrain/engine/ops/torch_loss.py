@@ -84,10 +84,10 @@ def _head(rated, size, losses, right, dx, x, targets, weights, dw, db, w, b, sof
     logit_grads = rated(logits, losses, right, targets, weights, b, softcap, has_gradients)
     if db is not None:
         db.add_(logit_grads.sum(0))
-    if dx is not None:
-        torch_kernels.add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=size)
     if dw is not None:
         torch_kernels.multiply(dw, logit_grads.mT, x, False, precision)
+    if dx is not None:  # last, as it may lie over x
+        torch_kernels.add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=size)
 
 
 def _rated(logits, losses, right, targets, weights, b, softcap, has_gradients):

@@ -203,7 +203,6 @@ def linear_cross_entropy(
     (N, C), row_ids, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
     for zeros in (losses, right, db):
         fill(address(zeros, 0), zeros.size, f32(0.0))
-    fill(address(dx, 0), dx.size, f32(0.0))
     is_later, at, num_parts = 0, 0, sums.shape[0]
     while at < N:
         num_rows, at = find_targets(row_ids, targets, at, min(part_stats.shape[1], MOST_ROWS))
@@ -219,6 +218,8 @@ def linear_cross_entropy(
         if dx.size:
             each(sum_parts, (dx, sums, num_parts, row_ids), num_rows)
         is_later = 1
+    if dx.size:
+        each(logit_kernels.zero_without_target, (dx, targets), N)
     if is_later == 0:
         fill(address(dw, 0), dw.size, f32(0.0))
     logit_kernels.weighted_sum(loss, losses, weights)

@@ -8,7 +8,7 @@ from packtrain.kernels.simd.simd_f32 import (
     INFINITY, LANES, address, exp, keep_first, largest, load, load_part, maximum, peek, poke, splat, store, store_part,
     tanh, total,
 )  # fmt: skip
-from packtrain.kernels.simd.f32_ranges import add
+from packtrain.kernels.simd.f32_ranges import add, fill
 
 TWO_VECTORS = 2 * LANES
 
@@ -107,6 +107,14 @@ def sum_parts(dx, sums, count, row_ids, i):
         for part_index in range(1, count):
             v = v + load_part(sums, (part_index * chunk_rows + i) * C + j, C - j)
         store_part(dx, row * C + j, v, C - j)
+
+
+@kernel("out2, out_ints1, i64")
+def zero_without_target(dx, targets, row):
+    """dx[row] = 0 if the row has no target. Done last, as dx may lie over x."""
+    C = dx.shape[1]
+    if targets[row] < 0:
+        fill(address(dx, row * C), C, f32(0.0))
 
 
 @kernel("UniTuple(i64, 2)(i64, out_ints1, i64, i64)")

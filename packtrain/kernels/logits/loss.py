@@ -171,7 +171,6 @@ def linear_cross_entropy(
     _, slice_columns = vocab_parts(V, MOST_COLUMNS, MIN_COLUMNS, LANES)
     for zeros in (losses, right, db):
         fill(address(zeros, 0), zeros.size, f32(0.0))
-    fill(address(dx, 0), dx.size, f32(0.0))
     is_later, next_row = 0, 0
     while next_row < N:
         num_rows, next_row = logit_kernels.find_targets(row_ids, targets, next_row, chunk)
@@ -188,6 +187,8 @@ def linear_cross_entropy(
         if dx.size:
             each(sum_parts, (dx, sums, -(-V // part_columns), row_ids), num_rows)
         is_later = 1
+    if dx.size:
+        each(logit_kernels.zero_without_target, (dx, targets), N)
     if is_later == 0:
         fill(address(dw, 0), dw.size, f32(0.0))
     weighted_sum(loss, losses, weights)

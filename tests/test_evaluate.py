@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import packtrain as pt
 from packtrain.cli import evaluate
 from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
+from packtrain.kernels.runtime import kernel_cache, loader
 from packtrain.models.model_file import open_model, save_model
 from packtrain.training import perplexity_windows
 from packtrain.training.model_loss import MeanEstimate, loss_executor, loss_plan
@@ -443,3 +445,14 @@ def test_a_text_whose_tokens_have_no_room_is_refused(model: Path, tmp_path: Path
     text.write_text(WORDS * 40)
     with pytest.raises(DoesNotFit, match=f"too small for the tokens of {text}"):
         read_single_text(text, None, open_model(model).tokenizer(), memory="1MiB")
+
+
+def test_kernels_that_eval_compiles_keep_to_its_memory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 40)
+    monkeypatch.setattr(kernel_cache, "missing_modules", lambda names: ["row_products"])
+    with pytest.raises(DoesNotFit, match="compiling kernels needs"):
+        pt.evaluate(model, text, ctx=32, memory="150MiB")
+    assert loader.command_limit is None  # those of later commands are as before

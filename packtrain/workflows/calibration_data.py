@@ -1,8 +1,9 @@
 """The data that merging and quantizing with data read, and how much memory is left for it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
@@ -10,11 +11,15 @@ from packtrain.common.files import require_existing
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.options import flag
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
+from packtrain.kernels.runtime import kernel_cache, loader
 from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.models.model_file import ModelFile
 from packtrain.planner.budget import mib
 from packtrain.training.sample_batches import SampleBatches
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="_LimitedSettings")
 CONTEXT = 2048  # most tokens of a row
 MIN_TOKENS = 1024  # tokens that say what a model is for
 SPARE_NBYTES = 4 << 20  # by how much equal processes differ
@@ -46,15 +51,35 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
     return rows
 
 
+def within_memory(run: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate a workflow, a function of settings with --memory: kernels that it compiles keep to the limit, too."""
+
+    @wraps(run)
+    def run_within(settings: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        memory, outer_limit = settings.memory, loader.command_limit
+        loader.command_limit = outer_limit if memory is None else parse_size(memory, "--memory")
+        try:
+            return run(settings, *args, **kwargs)
+        finally:
+            loader.command_limit = outer_limit
+
+    return run_within
+
+
+class _LimitedSettings(Protocol):
+    @property
+    def memory(self) -> str | None: ...
+
+
 class _SizedReading(Protocol):
     @property
     def nbytes(self) -> int: ...
 
 
-R = TypeVar("R", bound=_SizedReading)
+Reading = TypeVar("Reading", bound=_SizedReading)
 
 
-def fitting_reading(memory: str | None, readings: Iterable[R], work: str) -> R:
+def fitting_reading(memory: str | None, readings: Iterable[Reading], work: str) -> Reading:
     """Return the first reading plan that fits --memory. Raises DoesNotFit, which names the least that would do.
 
     work  what is done with the data, in words
@@ -65,6 +90,9 @@ def fitting_reading(memory: str | None, readings: Iterable[R], work: str) -> R:
         needed_nbytes = used_nbytes + reading.nbytes
         if memory is None or needed_nbytes <= parse_size(memory, "--memory"):
             return reading
+    missing_names = kernel_cache.missing_modules(kernel_cache.kernel_modules())
+    compile_nbytes = loader.min_compile_mib(used_nbytes, missing_names) << 20
+    min_text = mib(max(needed_nbytes + SPARE_NBYTES, compile_nbytes))
     raise DoesNotFit(
-        f"--memory: {memory} is too small to {work}; the smallest that would do is {mib(needed_nbytes + SPARE_NBYTES)}"
+        f"--memory: {memory} is too small to {work}; the smallest that would do is {min_text}"
     )

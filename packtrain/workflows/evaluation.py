@@ -14,7 +14,6 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.files import check_writable
-from packtrain.common.memory import parse_size, private_nbytes
 from packtrain.common.option_rules import check_rules
 from packtrain.common.text import clock, plural
 from packtrain.engine.backends import Target, target
@@ -24,6 +23,7 @@ from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
 from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
 from packtrain.workflows import multiple_choice
+from packtrain.workflows.calibration_data import within_memory
 from packtrain.workflows.eval_data import EvalData, EvalDataLoader, EvaluateSettings
 from packtrain.workflows.generation_settings import check_cache, configured
 from packtrain.workflows.kl_divergence import (
@@ -73,6 +73,7 @@ class EvalResult:
         return f"EvalResult({self.method}: {', '.join(scores)})"
 
 
+@within_memory
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
     if settings.data is None and settings.choices is None:
@@ -88,10 +89,8 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     for name, model in named_models:
         model_path = model.gguf.path
         names = (*kernels.GENERATION_KERNELS, "loss", *model_kernel_modules(model.config))
-        if settings.memory is None:
-            kernels.prepare(names)
-        else:  # now, so that the measured memory counts them
-            kernels.load_all(names, parse_size(settings.memory, "--memory"), private_nbytes())
+        # with --memory, they are loaded now, so that the measured memory counts them
+        (kernels.prepare if settings.memory is None else kernels.load_all)(names)
         if model_path not in datasets:
             datasets[model_path] = EvalDataLoader(settings, model, events.message).load(max_context)
         run = _reader(settings, model, datasets[model_path], device)

@@ -29,7 +29,7 @@ from packtrain.models.quant_recipe import MIXES, tensor_dtypes
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.adapter_merge import MergeSettings, merge
 from packtrain.workflows.calibrated_quantization import calibrated_types
-from packtrain.workflows.calibration_data import calibration, fitting_reading
+from packtrain.workflows.calibration_data import calibration, fitting_reading, within_memory
 from packtrain.workflows.eval_data import EvaluateSettings
 from packtrain.workflows.evaluation import evaluate
 from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, quantize
@@ -129,6 +129,7 @@ class ProgressEvents(Events):
             yield report_progress
 
 
+@within_memory
 def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
     """Try each type and write the file. Raises InputError, DoesNotFit, Interrupted; nothing is written then."""
     _check_inputs(settings)

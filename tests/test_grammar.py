@@ -624,7 +624,7 @@ def test_a_trigger_in_the_middle_of_a_token():
     lazy = Grammar.from_gbnf(TOKENIZER, 'root ::= "bc" "d"+', words=["bc"])
     lazy.accept(TOKENIZER.vocab_size - 5)  # abc
     assert not lazy.awaits_trigger and matches(lazy, "dd") and not matches(lazy, "c")
-    with pytest.raises(InputError, match="does not follow it"):
+    with pytest.raises(InputError, match="does not follow the grammar"):
         wrong = Grammar.from_gbnf(TOKENIZER, 'root ::= "bd"', words=["bc"])
         wrong.accept(TOKENIZER.vocab_size - 5)
 

@@ -91,9 +91,8 @@ class Grammar:
         """Return the mask (size,) bool of tokens that can come; None: all. Raises InputError."""
         if self.awaits_trigger:
             return None
-        allowed = np.zeros(size, bool)
         mask = self._token_mask()[:size]
-        allowed[: len(mask)] = mask
+        allowed = mask if len(mask) == size else np.pad(mask, (0, size - len(mask)))
         allowed[[*self._tokenizer.eog_ids]] = self.is_complete
         self._check_matcher("it became too large")
         return self._limit_digits(allowed) if self._has_json else allowed
@@ -142,9 +141,12 @@ class Grammar:
         Where a number cannot end yet, more digits come, other than zeros if possible: llguidance would read zeros of
         0.000… without end.
         """
-        num_digits, digits = self._count_last_digits(), digit_tokens(self._tokenizer)
+        num_digits = self._count_last_digits()
+        if not num_digits:
+            return allowed
+        digits = digit_tokens(self._tokenizer)
         long_tokens = digits.counts > MAX_DIGITS - num_digits
-        if not num_digits or not long_tokens.any() or allowed[digits.text_ids].any():
+        if not long_tokens.any() or allowed[digits.text_ids].any():
             return allowed
         for forbidden_ids in digits.ids[long_tokens], digits.ids[long_tokens & digits.are_zeros]:
             limited = allowed.copy()

@@ -285,10 +285,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
     config = shape.config.still if name == EVALUATE else shape.config
     preference, size = shape.preference, (shape.micro_batch_size * parts, shape.seq_len)
     even = name != EVALUATE and preference is not None
-    tiles = shape.num_row_tiles
-    loss = transformer.loss(
-        config, weights, *size, even=even, chunk=shape.chunk, num_parts=parts, num_row_tiles=tiles,
-    )  # fmt: skip
+    loss = transformer.loss(config, weights, *size, even=even, chunk=shape.chunk, num_parts=parts)
     outputs = {"loss": loss.loss}
     if name == EVALUATE:
         outputs |= {"losses": loss.losses, "right": loss.right}

@@ -284,13 +284,25 @@ def test_a_process_that_grows_with_each_search_is_met_by_the_second(monkeypatch)
         measured_totals.append(requested_limits[-1] + grown)
         return SimpleNamespace(total_nbytes=measured_totals[-1] - budgets.KERNEL_MARGIN_NBYTES)
 
-    monkeypatch.setattr(budgets, "run_in_child", ask)
+    monkeypatch.setattr(budgets, "_place_search", lambda *_: (ask, 0))
     monkeypatch.setattr(budgets, "plan_in_process", planned_here)
     budgets.search_plans(deep_shape(1), make_request().with_limit(max_nbytes), lambda _: None)
     assert (
         len(measured_totals) == 2
         and measured_totals[0] > max_nbytes >= measured_totals[1] > max_nbytes - 2 * MIB
     )
+
+
+def test_a_search_runs_in_a_child_only_where_both_processes_fit(monkeypatch):
+    shape, request = deep_shape(2), make_request()
+    child_nbytes = budgets.search_child_nbytes(shape, request)
+    monkeypatch.setattr(budgets, "private_nbytes", lambda: 40 * MIB)
+    for spare_nbytes, runs_in_child in ((0, True), (-1, False)):
+        limited_request = request.with_limit(40 * MIB + child_nbytes + spare_nbytes)
+        run_search, nbytes = budgets._place_search(shape, limited_request)
+        assert (run_search is budgets.run_in_child) == runs_in_child
+        assert nbytes == child_nbytes - (0 if runs_in_child else budgets.CHILD_NBYTES)
+    assert budgets._place_search(shape, request)[0] is budgets.run_in_child  # without a limit
 
 
 # ---- the command
@@ -539,9 +551,8 @@ def test_plans_of_one_round_are_gone_before_the_next_ones_are_made(monkeypatch):
         return plans
 
     monkeypatch.setattr(budgets, "plan_in_process", planned_here)
-    monkeypatch.setattr(
-        budgets, "run_in_child", lambda *_: SimpleNamespace(shape=None, is_within_limits=True)
-    )
+    answer = SimpleNamespace(shape=None, is_within_limits=True)
+    monkeypatch.setattr(budgets, "_place_search", lambda *_: (lambda *_: answer, 0))
     limited_request = replace(make_request(), limits={HOST: MIB})
     budgets.search_plans(deep_shape(1), limited_request, lambda _: None)
     assert len(plan_refs) == budgets.MAX_SEARCHES + 1

@@ -17,7 +17,7 @@ from packtrain.cli import evaluate
 from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
-from packtrain.kernels.runtime import kernel_cache, loader
+from packtrain.kernels.runtime import kernel_cache
 from packtrain.models.model_file import open_model, save_model
 from packtrain.training import perplexity_windows
 from packtrain.training.model_loss import MeanEstimate, loss_executor, loss_plan
@@ -455,4 +455,3 @@ def test_kernels_that_eval_compiles_keep_to_its_memory(
     monkeypatch.setattr(kernel_cache, "missing_modules", lambda names: ["row_products"])
     with pytest.raises(DoesNotFit, match="compiling kernels needs"):
         pt.evaluate(model, text, ctx=32, memory="150MiB")
-    assert loader.command_limit is None  # those of later commands are as before

@@ -5,13 +5,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.files import require_existing
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.options import flag
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
-from packtrain.kernels.runtime import kernel_cache, loader
+from packtrain.kernels.runtime import kernel_cache
 from packtrain.kernels.runtime.environment import cache_root, writable
 from packtrain.models.model_file import ModelFile
 from packtrain.planner.budget import mib
@@ -52,16 +53,17 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
 
 
 def within_memory(run: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a workflow, a function of settings with --memory: kernels that it compiles keep to the limit, too."""
+    """Decorate a workflow, a function of settings with --memory: it compiles kernels first, within the limit.
+
+    This process is still small then, so that a refusal names what is enough for all that follows.
+    """
 
     @wraps(run)
     def run_within(settings: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        memory, outer_limit = settings.memory, loader.command_limit
-        loader.command_limit = outer_limit if memory is None else parse_size(memory, "--memory")
-        try:
-            return run(settings, *args, **kwargs)
-        finally:
-            loader.command_limit = outer_limit
+        if settings.memory is not None:
+            limit = parse_size(settings.memory, "--memory")
+            kernels.prepare(kernel_cache.kernel_modules(), limit, private_nbytes())
+        return run(settings, *args, **kwargs)
 
     return run_within
 
@@ -90,9 +92,6 @@ def fitting_reading(memory: str | None, readings: Iterable[Reading], work: str) 
         needed_nbytes = used_nbytes + reading.nbytes
         if memory is None or needed_nbytes <= parse_size(memory, "--memory"):
             return reading
-    missing_names = kernel_cache.missing_modules(kernel_cache.kernel_modules())
-    compile_nbytes = loader.min_compile_mib(used_nbytes, missing_names) << 20
-    min_text = mib(max(needed_nbytes + SPARE_NBYTES, compile_nbytes))
     raise DoesNotFit(
-        f"--memory: {memory} is too small to {work}; the smallest that would do is {min_text}"
+        f"--memory: {memory} is too small to {work}; the smallest that would do is {mib(needed_nbytes + SPARE_NBYTES)}"
     )

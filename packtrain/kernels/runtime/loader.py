@@ -40,7 +40,6 @@ complete_modules = set[str]()  # modules whose code is in the cache, with that o
 load_lock = threading.RLock()
 # most private memory of this process and its children, where a call has no limit
 memory_budget: int | None = None
-command_limit: int | None = None  # --memory of the command, which compiling keeps to
 SLACK_NBYTES = 4 * MIB  # by which this process's private memory differs from one start to the next
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
@@ -107,9 +106,8 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
     if not missing_names:
         kernel_cache.save_fingerprints()
         return 0
-    if limit is None:
-        limit = command_limit if memory_budget is None else memory_budget
-        used = private_nbytes()
+    if limit is None and memory_budget is not None:
+        limit, used = memory_budget, private_nbytes()
     compile_mode = choose_mode(limit, used, missing_names)
     with file_lock(kernel_cache.target_folder() / "lock"):
         missing_names = kernel_cache.missing_modules(names)

@@ -208,6 +208,6 @@ def test_estimates_of_a_mixture_with_a_dense_block_are_near_its_plans():
     shape = StepShape(config, 2, 32, 1, 1.0, base=BaseModel(()))
     drafts = DraftEstimator(REQUEST)
     estimate = drafts.estimate(shape)
-    exact = drafts._sizes(shape)
+    exact = drafts._probe(shape)
     assert estimate.calls == exact.calls and estimate.leaves == exact.leaves
     assert abs(estimate.arena - exact.arena) < 0.01 * exact.arena

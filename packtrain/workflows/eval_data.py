@@ -86,7 +86,7 @@ class EvaluateSettings:
         " divergences from its predictions", metavar="FILE",
     )  # fmt: skip
     save_logits: Path | None = option(
-        None, "write the model's predictions, for --kl-base and llama-perplexity's --kl-divergence-base",
+        None, "write the model's predictions, for --kl-base and for llama-perplexity, which reads the same format",
         metavar="FILE", conflicts={"compare": "which has several models", "kl_base": "which reads such a file"},
     )  # fmt: skip
     compare: bool = option(

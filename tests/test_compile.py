@@ -19,15 +19,17 @@ from packtrain.kernels.runtime import kernel_cache, loader
 from packtrain.kernels.runtime.loader import MIB, CompileMode
 from tests.test_model_file import CONFIG, save
 
+LASTING_MIB = loader._for_this_cpu(*loader.LASTING_MIB)
+
 
 @pytest.mark.parametrize(
     ("limit", "cores", "expected"),
     [
         (None, 4, CompileMode(2, True)),
         (None, 1, CompileMode(1, True)),
-        (860 * MIB, 2, CompileMode(2, True)),
-        (460 * MIB, 2, CompileMode(2, False)),
-        (460 * MIB, 1, CompileMode(1, True)),
+        ((50 + 2 * LASTING_MIB) * MIB, 2, CompileMode(2, True)),
+        ((50 + 2 * loader.SINGLE_MIB) * MIB, 2, CompileMode(2, False)),
+        ((50 + LASTING_MIB) * MIB, 1, CompileMode(1, True)),
         ((50 + loader.SINGLE_MIB) * MIB, 2, CompileMode(1, False)),
     ],
 )

@@ -28,11 +28,11 @@ from packtrain.kernels.runtime import environment, kernel_cache, machine_code
 from packtrain.kernels.runtime.thread_pool import HAS_THREAD_POOL, start_threads, threads
 
 MIB = 1 << 20
-# most private memory in MiB of a child that compiles several modules, and of one that ends after one module;
-# 38 are numba and numpy
-LASTING, SINGLE_MIB = 320, 152
-# MiB of modules that take more, and have a child of their own: with AVX-512, and without, where LLVM turns vectors of
-# 64 bytes into long code
+# most private memory in MiB of a child that compiles one module; 38 are numba and numpy
+SINGLE_MIB = 152
+# MiB of a child that compiles all modules: with AVX-512, and without, where LLVM makes long code of vectors of 64 bytes
+LASTING_MIB = 320, 640  # 586 were measured
+# MiB of modules that take more, and have a child of their own: with AVX-512, and without
 LARGER = {"row_products": (190, 320)}
 MAX_CHILDREN = 2  # most children at a time
 loaded_modules: dict[str, Any] = {}  # the modules of this process
@@ -47,12 +47,14 @@ PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 @cache
 def peak_mib(name: str) -> int:
     """Return the most private memory in MiB of a child that compiles this module alone."""
-    if name not in LARGER:
-        return SINGLE_MIB
+    return _for_this_cpu(*LARGER[name]) if name in LARGER else SINGLE_MIB
+
+
+def _for_this_cpu(with_avx512: int, without: int) -> int:
     features = environment.chosen_cpu().get("CPU_FEATURES") or ""
     with contextlib.suppress(OSError):  # without llvmlite, which takes 30 MiB in this process
         features = features or Path("/proc/cpuinfo").read_text()
-    return LARGER[name][0 if "avx512f" in features else 1]
+    return with_avx512 if "avx512f" in features else without
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,10 @@ class CompileMode:
 
     def max_nbytes(self, names: Collection[str]) -> int:
         """Return the most private memory of the children while they compile these modules."""
-        largest_module = max(map(peak_mib, names), default=SINGLE_MIB)
-        return (
-            self.children * MIB * (max(LASTING, largest_module) if self.lasting else largest_module)
-        )
+        child_mib = max(map(peak_mib, names), default=SINGLE_MIB)
+        if self.lasting:
+            child_mib = max(child_mib, _for_this_cpu(*LASTING_MIB))
+        return self.children * child_mib * MIB
 
 
 # the fastest first

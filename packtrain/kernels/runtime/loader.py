@@ -50,11 +50,11 @@ def peak_mib(name: str) -> int:
     return _for_this_cpu(*LARGER[name]) if name in LARGER else SINGLE_MIB
 
 
-def _for_this_cpu(with_avx512: int, without: int) -> int:
+def _for_this_cpu(avx512_mib: int, other_mib: int) -> int:
     features = environment.chosen_cpu().get("CPU_FEATURES") or ""
     with contextlib.suppress(OSError):  # without llvmlite, which takes 30 MiB in this process
         features = features or Path("/proc/cpuinfo").read_text()
-    return with_avx512 if "avx512f" in features else without
+    return avx512_mib if "avx512f" in features else other_mib
 
 
 @dataclass(frozen=True, slots=True)

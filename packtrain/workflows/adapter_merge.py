@@ -22,7 +22,7 @@ from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import read_scaled, split_scale
 from packtrain.models.rewrite_model import merged_rows, stored_dtype, write_changed
-from packtrain.workflows.calibration_data import calibration, fitting_reading, within_memory
+from packtrain.workflows.calibration_data import calibration, fitting_reading
 from packtrain.workflows.quantization import WrittenModel, line, writable_dtype
 
 OUTPUT_HEAD = "output.weight"
@@ -56,7 +56,6 @@ class MergeSettings:
     overwrite: bool = option(False, "replace the output if it exists")
 
 
-@within_memory
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
     """Merge adapters into the base and write the file. Raises InputError and leaves an existing file as it was."""
     check_rules(settings)

@@ -17,7 +17,7 @@ from packtrain.kernels.quant.quantized_arrays import quantize_measured
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.rewrite_model import unpacked
-from packtrain.workflows.calibration_data import calibration, enough, fitting_reading, within_memory
+from packtrain.workflows.calibration_data import calibration, enough, fitting_reading
 from packtrain.workflows.quantization import QuantizeSettings, line
 
 TOKENS = 1 << 14  # most tokens that are read to calibrate
@@ -34,7 +34,6 @@ def calibrated_types(tensor_types: Mapping[str, Dtype], model: ModelFile) -> dic
     return {n: dtype for n, dtype in new_types if n.startswith("blk.") and dtype.quantized}
 
 
-@within_memory
 def write(
     settings: QuantizeSettings, tensor_types: Mapping[str, Dtype], values: Mapping[str, MetadataValue],
     tensors: Mapping[str, DeferredTensor], events: Events,

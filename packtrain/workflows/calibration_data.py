@@ -1,9 +1,8 @@
 """The data that merging and quantizing with data read, and how much memory is left for it."""
 
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError
@@ -18,9 +17,6 @@ from packtrain.models.model_file import ModelFile
 from packtrain.planner.budget import mib
 from packtrain.training.sample_batches import SampleBatches
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="_LimitedSettings")
 CONTEXT = 2048  # most tokens of a row
 MIN_TOKENS = 1024  # tokens that say what a model is for
 SPARE_NBYTES = 4 << 20  # by how much equal processes differ
@@ -35,6 +31,7 @@ def calibration(
     """
     name = "calibrate" if hasattr(settings, "calibrate") else "data"
     data = require_existing(getattr(settings, name), flag(name))
+    compile_kernels(settings.memory)
     max_length = min(model.config.context_length, max_row_tokens)
     recipe = DatasetRecipe(data, model.gguf.path, max_length, pairs=None, columns=settings.columns)
     cache_path = writable(cache_root() / "tokens")
@@ -52,25 +49,14 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
     return rows
 
 
-def within_memory(run: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a workflow, a function of settings with --memory: it compiles kernels first, within the limit.
+def compile_kernels(memory: str | None) -> None:
+    """With --memory, compile missing kernels within the limit. Raises DoesNotFit.
 
     This process is still small then, so that a refusal names what is enough for all that follows.
     """
-
-    @wraps(run)
-    def run_within(settings: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if settings.memory is not None:
-            limit = parse_size(settings.memory, "--memory")
-            kernels.prepare(kernel_cache.kernel_modules(), limit, private_nbytes())
-        return run(settings, *args, **kwargs)
-
-    return run_within
-
-
-class _LimitedSettings(Protocol):
-    @property
-    def memory(self) -> str | None: ...
+    if memory is not None:
+        limit = parse_size(memory, "--memory")
+        kernels.prepare(kernel_cache.kernel_modules(), limit, private_nbytes())
 
 
 class _SizedReading(Protocol):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +32,7 @@ from packtrain.training.sample_batches import SampleBatches, row_length
 from packtrain.workflows import multiple_choice
 from packtrain.workflows.calibration_data import fitting_reading
 from packtrain.workflows.generation_settings import SWA_FULL_HELP
-from packtrain.workflows.saved_logits import (
-    Batches,
-)
+from packtrain.workflows.saved_logits import Batches
 
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> names of its files
@@ -260,9 +259,9 @@ class EvalDataLoader:
         rows = max(min(settings.batch_size or BATCH_TOKENS // row_tokens, windows), 1)
         if settings.memory is None:
             return rows
-        shape, device = (row_tokens, 256, skipped), target(settings.device)
-        plans = (
-            loss_plan(self.model, rows >> i, *shape, device)[1] for i in range(rows.bit_length())
+        plan_rows = partial(
+            loss_plan, self.model, time=row_tokens, skipped=skipped, target=target(settings.device)
         )
-        readings = (ReadingRows(rows >> i, plan.arena().nbytes) for i, plan in enumerate(plans))
+        row_counts = [rows >> i for i in range(rows.bit_length())]
+        readings = (ReadingRows(n, plan_rows(n)[1].arena().nbytes) for n in row_counts)
         return fitting_reading(settings.memory, readings, "measure the loss").rows

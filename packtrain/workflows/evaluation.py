@@ -23,7 +23,7 @@ from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
 from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
 from packtrain.workflows import multiple_choice
-from packtrain.workflows.calibration_data import within_memory
+from packtrain.workflows.calibration_data import compile_kernels
 from packtrain.workflows.eval_data import EvalData, EvalDataLoader, EvaluateSettings
 from packtrain.workflows.generation_settings import check_cache, configured
 from packtrain.workflows.kl_divergence import (
@@ -32,12 +32,7 @@ from packtrain.workflows.kl_divergence import (
     measure_divergence,
     read_batches,
 )
-from packtrain.workflows.saved_logits import (
-    SavedLogits,
-    is_saved_logits,
-    save_logits,
-    windows_of,
-)
+from packtrain.workflows.saved_logits import SavedLogits, is_saved_logits, save_logits, windows_of
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
 
@@ -73,7 +68,6 @@ class EvalResult:
         return f"EvalResult({self.method}: {', '.join(scores)})"
 
 
-@within_memory
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
     if settings.data is None and settings.choices is None:
@@ -83,6 +77,7 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     check_rules(settings)
     check_writable(settings.save_logits, "--save-logits")
     named_models = _load_models(settings, events.message)
+    compile_kernels(settings.memory)
     max_context = min(model.config.context_length for _, model in named_models)
     datasets, choices = dict[Path, EvalData](), dict[str, multiple_choice.ChoiceScores]()
     losses, device = dict[str, np.ndarray](), target(settings.device)

@@ -11,13 +11,7 @@ from packtrain.conversion.calibration.calibration_inputs import reading_plans
 from packtrain.conversion.calibration.importance_matrix import measure_importance, save_importance
 from packtrain.data.text.text_streams import data_files
 from packtrain.models.model_file import open_model
-from packtrain.workflows.calibration_data import (
-    CONTEXT,
-    calibration,
-    enough,
-    fitting_reading,
-    within_memory,
-)
+from packtrain.workflows.calibration_data import CONTEXT, calibration, enough, fitting_reading
 
 AT_ONCE = 1 << 13  # tokens whose activations are saved at a time
 MIN_ROW_TOKENS = 64  # tokens that a row may have even if --tokens is less
@@ -46,7 +40,6 @@ class ImatrixResult:
     seconds: float
 
 
-@within_memory
 def imatrix(settings: ImatrixSettings, events: Events) -> ImatrixResult:
     """Measure the importance matrix and write the file. Raises InputError, and DoesNotFit if --memory is too small."""
     start_time = time.perf_counter()

@@ -29,7 +29,7 @@ from packtrain.models.quant_recipe import MIXES, tensor_dtypes
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.adapter_merge import MergeSettings, merge
 from packtrain.workflows.calibrated_quantization import calibrated_types
-from packtrain.workflows.calibration_data import calibration, fitting_reading, within_memory
+from packtrain.workflows.calibration_data import calibration, compile_kernels, fitting_reading
 from packtrain.workflows.eval_data import EvaluateSettings
 from packtrain.workflows.evaluation import evaluate
 from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, quantize
@@ -129,10 +129,10 @@ class ProgressEvents(Events):
             yield report_progress
 
 
-@within_memory
 def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
     """Try each type and write the file. Raises InputError, DoesNotFit, Interrupted; nothing is written then."""
     _check_inputs(settings)
+    compile_kernels(settings.memory)
     output = settings.output.resolve()
     remove_temp_files(output.parent)
     trial, merged_path = (output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in "ab")

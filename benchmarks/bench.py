@@ -1,5 +1,6 @@
-"""`packtrain bench` with llama.cpp beside it: python -m benchmarks.bench [BASE.gguf] [FLAG …]
+"""`packtrain bench` with PyTorch and llama.cpp beside it: python -m benchmarks.bench [BASE.gguf] [FLAG …]
 
+python -m benchmarks.bench --part products --part steps        products and steps beside PyTorch
 python -m benchmarks.bench --part llama --llama-bench PATH     reading and writing alone
 python -m benchmarks.bench --help                              every flag; those of `packtrain bench` are the same
 """
@@ -7,10 +8,12 @@ python -m benchmarks.bench --help                              every flag; those
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import llama
+from benchmarks import llama, torch_products, torch_steps
+from benchmarks.peer_process import PeerError
 from packtrain.cli import bench
 from packtrain.common.errors import InputError
 from packtrain.common.files import require_existing
@@ -18,6 +21,8 @@ from packtrain.common.options import add_flags, from_flags, option, positional
 from packtrain.devtools.bench.bench_table import BenchTable
 
 PARTS = (*bench.BENCH_PARTS, "llama")
+TORCH_PARTS = "products", "steps"  # tables that PyTorch has columns or rows in
+NO_TORCH_NOTE = "Nothing is compared with PyTorch, which is not installed."
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,25 @@ def run(settings: PeerBenchSettings) -> int:
     program = llama.find_llama_bench(settings.llama_bench) if "llama" in settings.parts else None
 
     def measured(settings: PeerBenchSettings) -> Iterator[BenchTable]:
-        yield from bench.measured_tables(settings)
+        if has_torch():
+            yield from bench.measured_tables(settings, torch_products.f32_table, torch_steps.tables)
+        else:
+            yield from map(add_note, bench.measured_tables(settings))
         if "llama" in settings.parts:
             rounds = bench.SHORT_ROUNDS if settings.short else settings.rounds
             yield from llama.tables(settings.base, program, rounds, bench.progress_counter)
 
     return bench.report(settings, measured)
+
+
+def has_torch() -> bool:
+    return find_spec("torch") is not None
+
+
+def add_note(table: BenchTable) -> BenchTable:
+    """Say below a table that PyTorch would be in that it is not installed."""
+    is_compared = table.name in TORCH_PARTS
+    return replace(table, notes=(*table.notes, NO_TORCH_NOTE)) if is_compared else table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"benchmarks.bench: error: {error}", file=sys.stderr)
         return 2
+    except PeerError as error:
+        print(f"benchmarks.bench: error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peer_process import PeerError, PeerProcess
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.devtools.bench import training
-from packtrain.devtools.bench.peer_process import PeerError, PeerProcess
 from packtrain.devtools.bench.timing import paired
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import target

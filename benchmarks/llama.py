@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peer_process import PeerError
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.data.tokenizer import BYTE, NORMAL, UNKNOWN
 from packtrain.devtools.bench.bench_table import BenchTable, CellValue
-from packtrain.devtools.bench.peer_process import PeerError
 from packtrain.devtools.bench.products import ProgressCounter
 from packtrain.devtools.bench.timing import CLOCK, Clock, paired
 from packtrain.dtypes import f16

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
+from benchmarks.peer_process import PeerProcess
 from examples.mnist import BATCH, CHANNELS, CLASSES, HIDDEN, NETS, SIDE, digits
-from packtrain.devtools.bench.peer_process import PeerProcess
 from packtrain.devtools.bench.timing import TimedStep, paired, timed_steps
 
 RATE, NUM_TRAIN = 1e-3, 57_000

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.peer_process import PeerProcess
 from packtrain import kernels
 from packtrain.common.memory import parse_size
 from packtrain.devtools.bench import training
 from packtrain.devtools.bench.bench_table import BenchTable
-from packtrain.devtools.bench.peer_process import PeerProcess
 from packtrain.devtools.bench.timing import BenchProgram, TimedStep, paired, timed_steps
 from packtrain.engine.optim import AdamW
 from packtrain.kernels.runtime.environment import has_cpu_feature

@@ -1,4 +1,5 @@
-"""packtrain bench: its floors and ratios are computed as they say, and it works without any peer. Nothing is timed."""
+"""packtrain bench and benchmarks.bench: floors and ratios are computed as they say, with and without peers. Nothing is
+timed."""
 
 import itertools
 import json
@@ -14,7 +15,7 @@ import pytest
 
 import packtrain as pt
 from benchmarks import bench as peer_bench
-from benchmarks import llama
+from benchmarks import llama, peer_process, torch_products, torch_steps
 from packtrain import kernels
 from packtrain.cli.bench import BenchSettings
 from packtrain.cli.main import main
@@ -23,7 +24,6 @@ from packtrain.devtools.bench import (
     bench_ops,
     bench_table,
     machine_rates,
-    peer_process,
     products,
     step_timing,
     timing,
@@ -185,7 +185,6 @@ def test_tables_as_text_markdown_and_json() -> None:
 def test_without_peers_it_measures_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "has_torch", lambda: False)
     monkeypatch.setattr(products, "SHORT_SHAPES", {"tiny": ((8, 16, 24),)})
     monkeypatch.setattr(products, "SHORT_PACKED_SHAPES", {"tiny": ((8, 16, 256),)})
     monkeypatch.setattr(machine_rates, "measure_rates", lambda: RATES)
@@ -193,7 +192,7 @@ def test_without_peers_it_measures_itself(
     args = ["bench", "--short", *SETTINGS, "--json", str(files[0]), "--markdown", str(files[1])]
     assert main(args) == 0
     shown = capsys.readouterr().out
-    assert products.NO_PEER_NOTE in shown and "The machine was" in shown
+    assert "PyTorch" not in shown and "The machine was" in shown
     report = json.loads(files[0].read_text())
     assert (
         report["threads"] == kernels.threads() and report["versions"]["packtrain"] == pt.__version__
@@ -211,9 +210,23 @@ def test_a_peer_that_fails_ends_the_command(
     def broken(*args: object) -> Iterator[bench_table.BenchTable]:
         raise peer_process.PeerError("packtrain failed: it ended with -9")
 
-    monkeypatch.setattr(step_timing, "tables", broken)
-    assert main(["bench", "--part", "steps"]) == 1
-    assert capsys.readouterr().err == "packtrain: error: packtrain failed: it ended with -9\n"
+    monkeypatch.setattr(peer_bench, "has_torch", lambda: True)
+    monkeypatch.setattr(torch_steps, "tables", broken)
+    assert peer_bench.main(["--part", "steps"]) == 1
+    message = "benchmarks.bench: error: packtrain failed: it ended with -9\n"
+    assert capsys.readouterr().err == message
+
+
+def test_without_pytorch_the_comparison_measures_ours_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SHORT_SHAPES", {"tiny": ((8, 16, 24),)})
+    monkeypatch.setattr(products, "SHORT_PACKED_SHAPES", {"tiny": ((8, 16, 256),)})
+    monkeypatch.setattr(peer_bench, "find_spec", lambda name: None)
+    assert peer_bench.main(["--part", "products", "--short", *SETTINGS]) == 0
+    f32_lines, packed_lines = capsys.readouterr().out.split("Products with packed weights")
+    assert f32_lines.count(peer_bench.NO_TORCH_NOTE) == 1
+    assert "PyTorch" not in packed_lines
 
 
 @pytest.mark.parametrize(
@@ -296,40 +309,39 @@ class Fake:
 
 WARM = 9.0  # seconds of steps that do not count
 TIMES = {
-    (step_timing.OURS, step_timing.F32): [WARM, WARM, 1.0, 2.0, 4.0],
-    (step_timing.OURS, "bf16x3"): [WARM, WARM, 1.0, 1.0, 1.0],
-    (step_timing.OURS, "bf16"): [WARM, WARM, 0.5, 1.0, 2.0],
-    (step_timing.EAGER, step_timing.F32): [WARM, WARM, 3.0, 2.0, 2.0],
-    (step_timing.EAGER, step_timing.BF16): [WARM, WARM, 6.0, 6.0, 6.0],
-    (step_timing.COMPILED, step_timing.BF16): [WARM, WARM, 0.5, 0.5, 0.5],
+    (torch_steps.OURS, torch_steps.F32): [WARM, WARM, 1.0, 2.0, 4.0],
+    (torch_steps.OURS, "bf16x3"): [WARM, WARM, 1.0, 1.0, 1.0],
+    (torch_steps.OURS, "bf16"): [WARM, WARM, 0.5, 1.0, 2.0],
+    (torch_steps.EAGER, torch_steps.F32): [WARM, WARM, 3.0, 2.0, 2.0],
+    (torch_steps.EAGER, torch_steps.BF16): [WARM, WARM, 6.0, 6.0, 6.0],
+    (torch_steps.COMPILED, torch_steps.BF16): [WARM, WARM, 0.5, 0.5, 0.5],
 }
 
 
 def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(side: step_timing.TrainingProgram, preset: str) -> Fake:
-        nbytes = (1 if side.name == step_timing.OURS else 2) << 20
+    def fake(side: torch_steps.TrainingProgram, preset: str) -> Fake:
+        nbytes = (1 if side.name == torch_steps.OURS else 2) << 20
         return Fake(TIMES.get((side.name, side.precision), []), nbytes)
 
-    monkeypatch.setattr(step_timing, "has_torch", lambda: True)
-    monkeypatch.setattr(step_timing.TrainingProgram, "peer", fake)
-    monkeypatch.setattr(step_timing, "supports_precision", lambda precision: True)
-    (with_bf16,) = step_timing.tables(["15m"], 3, counting)
+    monkeypatch.setattr(torch_steps.TrainingProgram, "peer", fake)
+    monkeypatch.setattr(torch_steps, "supports_precision", lambda precision: True)
+    (with_bf16,) = torch_steps.tables(["15m"], 3, counting)
     assert with_bf16.column("precision")[2:6] == [
         "bf16x3",
-        step_timing.F32,
+        torch_steps.F32,
         "bf16",
-        step_timing.BF16,
+        torch_steps.BF16,
     ]
     assert with_bf16.column("ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
     assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
-    monkeypatch.setattr(step_timing, "supports_precision", lambda precision: False)
-    (without_bf16,) = step_timing.tables(["15m"], 3, counting)
+    monkeypatch.setattr(torch_steps, "supports_precision", lambda precision: False)
+    (without_bf16,) = torch_steps.tables(["15m"], 3, counting)
     assert without_bf16.column("program") == [
-        step_timing.OURS,
-        step_timing.EAGER,
-        step_timing.OURS,
-        step_timing.EAGER,
-        step_timing.COMPILED,
+        torch_steps.OURS,
+        torch_steps.EAGER,
+        torch_steps.OURS,
+        torch_steps.EAGER,
+        torch_steps.COMPILED,
     ]
     assert without_bf16.column("ms") == [2000, 2000, 2000, 6000, 500]
     assert without_bf16.column("tokens/s") == [512, 512, 512, 1024 / 6, 2048]
@@ -346,10 +358,8 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
         " its private memory.",
     ]
     assert without_bf16.waited_share == 0.1
-    monkeypatch.setattr(step_timing, "has_torch", lambda: False)
-    (ours_only,) = step_timing.tables(["15m"], 3, counting, 1640 << 20)
-    assert ours_only.title.endswith("included; ours planned for 1,640 MiB")
-    assert ours_only.column("ms") == [2000] and [*ours_only.notes] == [products.NO_PEER_NOTE]
+    (limited,) = torch_steps.tables(["15m"], 3, counting, 1640 << 20)
+    assert limited.title.endswith("included; ours planned for 1,640 MiB")
 
 
 @contextmanager
@@ -357,8 +367,25 @@ def counting(label: str, unit: str) -> Iterator[Callable[..., None]]:
     yield lambda *args: None
 
 
+def test_steps_of_ours_alone_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak memory is that of the child, and a step that does not fit is refused in one sentence."""
+    (table,) = step_timing.tables(["1m"], 2, counting, 1 << 30)
+    assert table.name == "steps" and table.title.endswith("included; ours planned for 1,024 MiB")
+    ((name, ms, rate, peak_mib, loss, waited),) = table.rows
+    assert name == "1m, 4 × 256 tokens" and rate == pytest.approx(1024 / (ms / 1e3))  # type: ignore[operator]
+    steps = step_timing.measure_steps(kernels.threads(), "1m", 2, 1 << 30)
+    assert isinstance(steps, list) and len(steps) == step_timing.WARM + 2
+    assert loss == steps[-1].loss and table.waited_share == waited
+    assert [step.nbytes > 0 for step in steps] == [False, True, False, False]
+    ballast = np.ones(1 << 27, np.uint8)  # of this process, not of the child
+    (second_table,) = step_timing.tables(["1m"], 1, counting, 1 << 30)
+    assert second_table.column("peak MiB")[0] == pytest.approx(peak_mib, abs=ballast.nbytes / 2**21)
+    with pytest.raises(InputError, match=r"^a step does not fit 1 MiB$"):
+        [*step_timing.tables(["1m"], 1, counting, 1 << 20)]
+
+
 def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    with step_timing.TrainingProgram(name=step_timing.OURS).peer("1m") as ours:
+    with torch_steps.TrainingProgram(name=torch_steps.OURS).peer("1m") as ours:
         timings = [ours(watched) for watched in (False, True, False)]
     assert all(timing.seconds > 0 and timing.wall_seconds > 0 for timing in timings)
     assert timings[1].nbytes > 1 << 20 and timings[0].nbytes == timings[2].nbytes == 0
@@ -405,8 +432,8 @@ def test_a_step_of_a_preset_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch)
 def test_both_sides_take_the_same_step() -> None:
     pytest.importorskip("torch")
     losses = list[list[float]]()
-    for program in (step_timing.OURS, step_timing.EAGER):
-        with step_timing.TrainingProgram(name=program).peer("1m") as peer:
+    for program in (torch_steps.OURS, torch_steps.EAGER):
+        with torch_steps.TrainingProgram(name=program).peer("1m") as peer:
             losses.append([peer().loss for _ in range(3)])
     checks.assert_close(*(np.array(side_losses, np.float32) for side_losses in losses), "losses")
 
@@ -548,15 +575,22 @@ def test_avx2_alone_is_asked_of_the_peer_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.torch
-def test_products_beside_pytorch() -> None:
+def test_products_beside_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    timings = products.time_beside_torch({"tiny": ((8, 16, 24),)}, 3, lambda *args: None)
+    calls, original = list[list[products.TimedProduct]](), torch_products.time_beside_torch
+
+    def recorded(*args: object) -> list[products.TimedProduct]:
+        calls.append(original(*args))  # type: ignore[arg-type]
+        return calls[-1]
+
+    monkeypatch.setattr(torch_products, "time_beside_torch", recorded)
+    table = torch_products.f32_table({"tiny": ((8, 16, 24),)}, 3, lambda *args: None)
+    (timings,) = calls
     assert (
         [len(timing.ours) for timing in timings]
         == [len(timing.peer_seconds) for timing in timings]
         == [3, 3, 3]
     )
-    table = products.products_table(timings)
     assert [*table.columns][-1] == "× PyTorch"
     expected = statistics.median(
         b / a for a, b in zip(timings[0].ours, timings[0].peer_seconds, strict=True)

@@ -18,7 +18,6 @@ LEFT_OUT = (
     "packtrain.kernels.",
     "packtrain.engine.backends.triton.",
     "benchmarks.torch_ops",
-    "packtrain.devtools.bench.torch_",
 )
 MODULES = [
     packtrain,

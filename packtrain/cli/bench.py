@@ -1,6 +1,6 @@
-"""packtrain bench: measure this machine, ops, products and steps of training; benchmarks.bench adds llama.cpp.
+"""packtrain bench: measure this machine, ops, products and training steps; benchmarks.bench adds PyTorch and llama.cpp.
 
-`python -m benchmarks.bench` and the side of PyTorch in products and steps lie in a checkout and are not installed.
+`python -m benchmarks.bench`, which adds PyTorch and llama.cpp, lies in a checkout and is not installed.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
-from packtrain.cli import DONE, FAILED, print_message
+from packtrain.cli import DONE
 from packtrain.common.events import Counted
 from packtrain.common.files import check_writable, require_existing, write_text
 from packtrain.common.memory import parse_size, release_memory
@@ -21,7 +21,6 @@ from packtrain.common.option_rules import check_rules
 from packtrain.common.options import option, positional
 from packtrain.devtools.bench import bench_ops, machine_rates, products, step_timing, training
 from packtrain.devtools.bench.bench_table import BenchTable
-from packtrain.devtools.bench.peer_process import PeerError
 from packtrain.devtools.bench.timing import ProcessorWait
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model
@@ -87,14 +86,10 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
     kernels.load_all()
     about, tables = machine_rates.describe_machine(), list[BenchTable]()
     print(machine_rates.sentence(about), flush=True)
-    try:
-        with ProcessorWait() as quiet:
-            for table in measure_tables(settings):
-                print(f"\n{table.text()}", flush=True)
-                tables.append(table)
-    except PeerError as error:
-        print_message(f"packtrain: error: {error}")
-        return FAILED
+    with ProcessorWait() as quiet:
+        for table in measure_tables(settings):
+            print(f"\n{table.text()}", flush=True)
+            tables.append(table)
     wait_share = max([quiet.waited_share, *(table.waited_share for table in tables)])
     verdict = load_verdict(wait_share)
     print(f"\n{verdict}")
@@ -128,8 +123,11 @@ def load_verdict(wait_share: float) -> str:
     return f"The machine was busy ({wait_text}): only ratios mean something, and those little."
 
 
-def measured_tables(settings: BenchSettings) -> Iterator[BenchTable]:
-    """Measure the requested parts, and yield a table for each."""
+def measured_tables(
+    settings: BenchSettings, measure_f32_products: Callable[..., BenchTable] = products.f32_table,
+    measure_steps: Callable[..., Iterator[BenchTable]] = step_timing.tables,
+) -> Iterator[BenchTable]:  # fmt: skip
+    """Measure the requested parts, and yield a table for each; benchmarks.bench has other measurements of two parts."""
     selected_parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
     if {"machine", "ops"} & {*selected_parts}:
         rates = machine_rates.measure_rates()
@@ -145,9 +143,9 @@ def measured_tables(settings: BenchSettings) -> Iterator[BenchTable]:
                 yield bench_ops.measure_ops(make_training(), rates, rounds)[0]
                 release_memory()  # the session of the training is gone
     if "products" in selected_parts:
-        yield from products.tables(settings.short, rounds, progress_counter)
+        yield from products.tables(settings.short, rounds, progress_counter, measure_f32_products)
     if "steps" in selected_parts:
-        yield from step_timing.tables(settings.presets, rounds, progress_counter, settings.limit)
+        yield from measure_steps(settings.presets, rounds, progress_counter, settings.limit)
 
 
 @contextmanager

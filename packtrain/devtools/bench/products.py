@@ -1,18 +1,15 @@
-"""Times matrix products of training in three forms each: ours beside PyTorch's, packed weights beside f32."""
+"""Times our matrix products of training in three forms each, and packed weights beside f32 weights."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
-from packtrain import kernels
 from packtrain.common.events import Counted
 from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, MatrixProduct
 from packtrain.devtools.bench.bench_table import BenchTable, CellValue
-from packtrain.devtools.bench.peer_process import PeerProcess
 from packtrain.devtools.bench.timing import CLOCK, Clock, burst_seconds, paired
 from packtrain.dtypes import DTYPES, Dtype, f32
 from packtrain.engine import ops
@@ -41,17 +38,21 @@ TYPES = "q8_0", "q4_K"
 Shapes = dict[str, tuple[tuple[int, int, int], ...]]
 ProgressCounter = Callable[[str, str], AbstractContextManager[Counted]]
 COLUMNS = {"model": "", "M × N × K": "", "form": "", "GFLOP/s": ".1f"}
-PEER_COLUMNS = {"PyTorch GFLOP/s": ".1f", "× PyTorch": ".2f"}
+TITLE = "Products in f32"
 
 
 @dataclass(slots=True)
 class TimedProduct:
-    """A product of a model with the seconds of ours and of the peer's, round by round."""
+    """A product of a model with the seconds of ours and of what it is compared with, round by round."""
 
     model: str
     product: MatrixProduct
     ours: list[float] = field(default_factory=list)
     peer_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def labels(self) -> list[CellValue]:
+        return [self.model, self.product.shape, self.product.form]
 
     @property
     def ratio(self) -> float:
@@ -95,43 +96,15 @@ def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callabl
     return executor.calls[-1]
 
 
-def time_beside_torch(
-    shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK
-) -> list[TimedProduct]:
-    """Time every product in every form, beside PyTorch's if PyTorch is installed."""
+def f32_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> BenchTable:
+    """Time our products with f32 weights in every form."""
     timed_products = make_products(shapes)
-    peer_process = PeerProcess(TORCH_PEER, "products", kernels.threads())
-    with peer_process if has_torch() else nullcontext() as peer:
-        for i, timed in enumerate(timed_products):
-            count(i + 1, len(timed_products))
-            bound_product = bind_product(timed.product)
-            for _ in range(rounds):
-                timed.ours.append(burst_seconds(bound_product, clock))
-                if peer is not None:
-                    timed.peer_seconds.append(peer(timed.product))
-    return timed_products
-
-
-TORCH_PEER = "benchmarks.torch_peer"  # a module of the repository, which is not installed
-has_torch = partial(kernels.has_torch, TORCH_PEER)
-
-
-def products_table(timed_products: Sequence[TimedProduct]) -> BenchTable:
-    has_peer = any(timed.peer_seconds for timed in timed_products)
-    rows = list[list[CellValue]]()
-    for timed in timed_products:
-        rows.append([timed.model, timed.product.shape, timed.product.form, timed.rate(timed.ours)])
-        rows[-1] += [timed.rate(timed.peer_seconds), timed.ratio] if has_peer else []
-    note = NO_PEER_NOTE
-    if has_peer:
-        note = ratio_summary([timed.ratio for timed in timed_products], "PyTorch's")
-    columns = COLUMNS | (PEER_COLUMNS if has_peer else {})
-    return BenchTable("products", "Products in f32", columns, rows, [note])
-
-
-NO_PEER_NOTE = (
-    "Nothing is compared with PyTorch: that takes PyTorch and a checkout of the repository."
-)
+    for i, timed in enumerate(timed_products):
+        count(i + 1, len(timed_products))
+        bound_product = bind_product(timed.product)
+        timed.ours += [burst_seconds(bound_product, clock) for _ in range(rounds)]
+    rows = [[*timed.labels, timed.rate(timed.ours)] for timed in timed_products]
+    return BenchTable("products", TITLE, COLUMNS, rows)
 
 
 def ratio_summary(ratios: Sequence[float], peer_name: str) -> str:
@@ -155,7 +128,7 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
             timed.ours.append(burst_seconds(works[0], clock))
             timed.peer_seconds.append(burst_seconds(works[1], clock))
         rates = timed.rate(timed.ours), timed.rate(timed.peer_seconds), timed.ratio
-        rows.append([name, timed.model, timed.product.shape, timed.product.form, *rates])
+        rows.append([name, *timed.labels, *rates])
     ratios = [timed.ratio for timed, _ in cases]
     columns = {"type": "", **COLUMNS, "f32 GFLOP/s": ".1f", "× f32": ".2f"}
     title = "Products with packed weights"
@@ -163,11 +136,13 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
     return BenchTable("packed", title, columns, rows, notes)
 
 
-def tables(is_short: bool, rounds: int, counting: ProgressCounter) -> Iterator[BenchTable]:
-    """Yield the tables of f32 products and of products with packed weights."""
+def tables(
+    is_short: bool, rounds: int, counting: ProgressCounter, measure_f32: Callable[..., BenchTable]
+) -> Iterator[BenchTable]:
+    """Yield the tables of f32 products, which `measure_f32` times as f32_table does, and of packed weights."""
     with counting("products", "product") as count:
-        timed_products = time_beside_torch(SHORT_SHAPES if is_short else SHAPES, rounds, count)
-    yield products_table(timed_products)
+        f32_products = measure_f32(SHORT_SHAPES if is_short else SHAPES, rounds, count)
+    yield f32_products
     with counting("packed weights", "product") as count:
         shapes = SHORT_PACKED_SHAPES if is_short else PACKED_SHAPES
         packed_products = packed_table(shapes, rounds, count)

@@ -1,119 +1,65 @@
-"""Whole training steps beside PyTorch's: eager and compiled, in f32 and with bf16 autocast; same values and tokens."""
+"""Times whole training steps of presets, each in a child process, whose private memory is that of its step."""
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 from packtrain import kernels
-from packtrain.common.events import Counted
+from packtrain.common.child_process import run_in_child
+from packtrain.common.errors import InputError
 from packtrain.devtools.bench.bench_table import BenchTable, CellValue
-from packtrain.devtools.bench.peer_process import PeerError, PeerProcess
-from packtrain.devtools.bench.products import NO_PEER_NOTE, TORCH_PEER, ProgressCounter, has_torch
-from packtrain.devtools.bench.timing import BenchProgram, paired
-from packtrain.devtools.bench.training import ROWS
-from packtrain.kernels.runtime.environment import supports_precision
+from packtrain.devtools.bench.products import ProgressCounter
+from packtrain.devtools.bench.timing import BenchProgram, TimedStep
+from packtrain.devtools.bench.training import ROWS, prepare_timed_steps
 from packtrain.models.config import PRESETS
 
-WARM = 2  # steps whose time does not count; the first compiles, the last is watched for memory
-OURS, EAGER, COMPILED = "packtrain", "PyTorch eager", "PyTorch compiled"
-F32, BF16 = "f32", "bf16 autocast"
+WARM = 2  # steps whose time does not count; the first loads pages, the last is watched for memory
 COLUMNS = {
-    "program": "", "precision": "", "ms": ".1f", "tokens/s": ",.0f", "ours × as fast": ".2f", "peak MiB": ".0f",
-    "ours × memory": ".2f", "loss": ".4f", "waited": ".0%",
+    "model": "", "ms": ".1f", "tokens/s": ",.0f", "peak MiB": ".0f", "loss": ".4f", "waited": ".0%",
 }  # fmt: skip
-
-
-@dataclass(slots=True, kw_only=True)
-class TrainingProgram(BenchProgram):
-    """A program that trains a preset."""
-
-    num_warmup: int = WARM
-    memory: int | None = None  # limit of our private memory in bytes
-
-    def peer(self, preset: str) -> PeerProcess:
-        if self.name == OURS:
-            args = kernels.threads(), preset, self.precision, self.memory
-            return PeerProcess("packtrain.devtools.bench.training", "peer", *args)
-        options = self.name == COMPILED, self.precision == BF16
-        return PeerProcess(TORCH_PEER, "steps", kernels.threads(), preset, *options)
-
-
-def precision_pairs() -> Iterator[tuple[str, str]]:
-    """Yield our precisions, each with PyTorch's beside it: bf16 and bf16x3 where the CPU multiplies them."""
-    yield F32, F32
-    if has_torch():
-        if supports_precision("bf16x3"):
-            yield "bf16x3", F32
-        yield "bf16" if supports_precision("bf16") else F32, BF16
 
 
 def tables(
     presets: Sequence[str], rounds: int, counting: ProgressCounter, memory: int | None = None
 ) -> Iterator[BenchTable]:
-    """Yield a table per preset; ours runs anew beside each precision, so that at most three programs are in memory.
+    """Yield the table of the steps of all presets, in f32. Raises InputError if a step does not fit.
 
-    memory  limit of the private memory of ours in bytes
+    memory  limit of private memory in bytes
     """
-    for preset in presets:
-        rows, notes = list[list[CellValue]](), list[str]()
-        for ours, peer_precision in precision_pairs():
-            programs = [TrainingProgram(name=OURS, precision=ours, memory=memory)]
-            peer_names = (EAGER, COMPILED) if has_torch() else ()
-            programs += [TrainingProgram(name=p, precision=peer_precision) for p in peer_names]
-            with counting(f"steps of {preset}, {ours} beside {peer_precision}", "round") as count:
-                notes += run(programs, preset, rounds, count)
-            rows += rows_of(programs, tokens_of(preset))
-            notes += [] if len(programs) == 1 else [verdict(programs)]
-        max_waited = max(float(row[-1] or 0) for row in rows)
-        size = f"{ROWS[preset]} × {PRESETS[preset].context_length} tokens"
-        title = f"Whole steps of {preset}, {size}, clipping and AdamW included"
-        title += f"; ours planned for {memory / 2**20:,.0f} MiB" if memory is not None else ""
-        yield BenchTable("steps", title, COLUMNS, rows, notes or [NO_PEER_NOTE], max_waited)
+    programs = list[BenchProgram]()
+    with counting("steps", "model") as count:
+        for i, preset in enumerate(presets):
+            count(i + 1, len(presets))
+            args = kernels.threads(), preset, rounds, memory
+            steps = run_in_child(lambda: None, measure_steps, *args)
+            if isinstance(steps, InputError):
+                raise steps
+            programs.append(BenchProgram(name=preset, num_warmup=WARM, steps=steps))
+    rows = [row_of(program, tokens_of(program.name)) for program in programs]
+    title = "Whole steps in f32, clipping and AdamW included" + memory_title(memory)
+    yield BenchTable("steps", title, COLUMNS, rows, (), max(p.waited_share for p in programs))
+
+
+def measure_steps(
+    threads: int, preset: str, rounds: int, memory: int | None
+) -> list[TimedStep] | InputError:
+    """Time the steps of a preset; returns the error if no step fits `memory` bytes."""
+    try:
+        step = prepare_timed_steps(threads, preset, "f32", memory)
+    except InputError as error:
+        return error
+    return [step(i == WARM - 1) for i in range(WARM + rounds)]
+
+
+def row_of(program: BenchProgram, tokens: int) -> list[CellValue]:
+    seconds = statistics.median(program.seconds)
+    name = f"{program.name}, {ROWS[program.name]} × {PRESETS[program.name].context_length} tokens"
+    figures = 1e3 * seconds, tokens / seconds, program.nbytes / 2**20, program.steps[-1].loss
+    return [name, *figures, program.waited_share]
 
 
 def tokens_of(preset: str) -> int:
     return ROWS[preset] * PRESETS[preset].context_length
 
 
-def run(programs: list[TrainingProgram], preset: str, rounds: int, count: Counted) -> list[str]:
-    """Run steps of all programs in turn; drops failed peers from `programs` and returns messages about them."""
-    messages = list[str]()
-    with ExitStack() as stack:
-        peers = dict[str, PeerProcess]()
-        for step_index in range(WARM + rounds):
-            count(step_index + 1, WARM + rounds)
-            for program in [*programs]:
-                try:
-                    if step_index == 0:
-                        peers[program.name] = stack.enter_context(program.peer(preset))
-                    program.steps.append(peers[program.name](step_index == WARM - 1))
-                except PeerError as error:
-                    if program.name == OURS:
-                        raise PeerError(f"{OURS} failed: {error}") from None
-                    programs.remove(program)
-                    messages.append(f"{program.name} in {program.precision} failed: {error}")
-    return messages
-
-
-def rows_of(programs: Sequence[BenchProgram], tokens: int) -> Iterator[list[CellValue]]:
-    our_program = programs[0]
-    for program in programs:
-        seconds = statistics.median(program.seconds)
-        ratios = [paired(our_program.seconds, program.seconds), our_program.nbytes / program.nbytes]
-        speed, memory = [None, None] if program is our_program else ratios
-        yield [
-            *(program.name, program.precision, 1e3 * seconds, tokens / seconds, speed),
-            *(program.nbytes / 2**20, memory, program.steps[-1].loss, program.waited_share),
-        ]
-
-
-def verdict(programs: Sequence[BenchProgram]) -> str:
-    """Compare ours with the better of PyTorch's eager and compiled, in one sentence."""
-    ours, *peers = programs
-    best = min(peers, key=lambda program: statistics.median(program.seconds))
-    return (
-        f"packtrain in {ours.precision} is {paired(ours.seconds, best.seconds):.2f} × as fast as the better of"
-        f" PyTorch's in {best.precision} ({best.name.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its"
-        " private memory."
-    )
+def memory_title(memory: int | None) -> str:
+    return f"; ours planned for {memory / 2**20:,.0f} MiB" if memory is not None else ""

@@ -125,10 +125,10 @@ def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
     return [{name: array[at : at + num_rows] for name, array in batch.items()} for at in row_starts]
 
 
-def peer(
+def prepare_timed_steps(
     threads: int, preset: str, precision: str, memory: int | None = None
-) -> Callable[[], TimedStep]:
-    """Return a function that times one step of a preset; runs in a PeerProcess."""
+) -> Callable[..., TimedStep]:
+    """Return a function that times one step of a preset; for a process of its own."""
     kernels.set_threads(threads)
     kernels.load_all((*kernels.TRAINING_KERNELS, "update"))
     return timed_steps(of_preset(preset, precision, memory=memory).step)

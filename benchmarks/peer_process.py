@@ -1,6 +1,6 @@
 """Runs each peer of a comparison in its own process, in turns: their thread pools would fight in one process.
 
-    with PeerProcess("packtrain.devtools.bench.training", "peer", 2, "15m", "f32") as peer: timed_step = peer()
+    with PeerProcess("benchmarks.torch_peer", "products", 2) as peer: seconds = peer(product)
 
 The child imports the module, so that this process need not load its packages. Requests and answers are pickled;
 prints of libraries go to standard error.
@@ -44,7 +44,7 @@ class PeerProcess:
     def __enter__(self) -> "PeerProcess":
         self.stderr_file = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "packtrain.devtools.bench.peer_process"], stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", "benchmarks.peer_process"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self.stderr_file, env=peer_environment(),
         )  # fmt: skip
         try:

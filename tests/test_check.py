@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import check as peer_check
 from packtrain.cli.main import main
 from packtrain.devtools.check import check_cases, check_table
 from packtrain.devtools.check.function_checks import FUNCTIONS
@@ -40,9 +41,7 @@ def test_every_type_that_an_op_takes_is_checked() -> None:
     assert {"f32", "f16", "bf16", "q8_0", "q4_K", "iq4_xs", "mxfp4"} <= {*dtypes}
 
 
-def test_the_table_and_the_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     assert main(["check", "neg", "pad", "--device", "cpu", "--json", str(file)]) == 0
     shown = capsys.readouterr().out
@@ -54,12 +53,34 @@ def test_the_table_and_the_files(
         f"{report['cases']} cases of 2 ops and functions in" in shown and count == report["cases"]
     )
     assert report["failed"] == []
-    monkeypatch.setattr(check_cases, "has_torch", lambda: False)
-    assert main(["check", "neg"]) == 0
-    assert (
-        "nothing was compared with PyTorch: that takes PyTorch and a checkout"
-        in capsys.readouterr().out
-    )
+    assert not report["pytorch"] and "PyTorch" not in shown
+
+
+def test_without_pytorch_the_comparison_checks_ours_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_check, "find_spec", lambda name: None)
+    assert peer_check.main(["neg", "--device", "cpu"]) == 0
+    first_line, *table = capsys.readouterr().out.splitlines()
+    assert first_line == "Nothing is compared with PyTorch, which is not installed."
+    assert len(table) == 4 and table[1].startswith("neg ")
+    assert peer_check.main(["matml"]) == 2
+    message = "benchmarks.check: error: OPS: there is no op matml; did you mean matmul?\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.torch
+def test_the_comparison_has_a_column_of_pytorch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "figures.json"
+    assert peer_check.main(["neg", "rounded", "--device", "cpu", "--json", str(file)]) == 0
+    heading, *_, last_line = capsys.readouterr().out.splitlines()
+    assert heading.endswith(" PyTorch") and last_line == "no peer in PyTorch: rounded"
+    report = json.loads(file.read_text())
+    assert report["pytorch"]
+    assert {row["op"] for row in report["rows"] if "PyTorch" in row["worst"]} == {"neg"}
 
 
 def test_a_wrong_kernel_is_named(
@@ -123,5 +144,5 @@ def test_the_page_lists_the_registry_as_it_is() -> None:
     assert PAGE.read_text().startswith(check_table.PAGE)
     expected = [check_table.op_columns(name) for name in check_cases.checkable_names()]
     assert [row[:COLUMNS] for row in listed] == expected, (
-        "write it again: packtrain check --markdown"
+        "write it again: python -m benchmarks.check --markdown"
     )

@@ -2,10 +2,10 @@
 
 import pytest
 
-from packtrain.devtools.check import check_cases
+from packtrain.devtools.check.check_cases import checkable_names
 from tests import checks
 
-pytest.importorskip("torch")
+check_peers = pytest.importorskip("benchmarks.check_peers")
 pytestmark = pytest.mark.torch
 
 # gradients of other ops: compared as those ops' gradients
@@ -27,9 +27,9 @@ NO_PEER = {
 
 
 def test_ops_without_a_peer_are_listed() -> None:
-    assert {*check_cases.checkable_names()} - check_cases.load_peers().keys() == NO_PEER
+    assert {*checkable_names()} - check_peers.PEERS.keys() == NO_PEER
 
 
-@pytest.mark.parametrize("name", sorted({*check_cases.checkable_names()} - NO_PEER))
+@pytest.mark.parametrize("name", sorted({*checkable_names()} - NO_PEER))
 def test_pytorch_agrees(name: str) -> None:
-    checks.assert_passed(check_cases.check_peers(name))
+    checks.assert_passed(check_peers.check_peers(name))

@@ -1,8 +1,9 @@
-"""packtrain check: check every op: values of each backend, gradients against slopes, and both against PyTorch."""
+"""packtrain check: check every op: values of each backend, gradients against slopes; benchmarks.check adds PyTorch."""
 
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from packtrain.training.monitoring.work_progress import WorkCounter
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """Check values and gradients of ops; PyTorch is compared with where it is installed."""
+    """Check values and gradients of ops."""
 
     ops: tuple[str, ...] = positional("names of ops to check, if not all", ())
     device: tuple[str, ...] = option(
@@ -36,6 +37,11 @@ class CheckSettings:
 
 def run(settings: CheckSettings) -> int:
     """Check ops, print a table, and say what is beyond tolerance. Raises InputError, OSError."""
+    return report(settings, check_op)
+
+
+def report(settings: CheckSettings, check: Callable[..., Iterator[CheckResult]]) -> int:
+    """Report what `check`, called as check_op is, finds. Raises InputError, OSError."""
     op_names = _selected_ops(settings)
     backends = [target(device).backends[0] for device in settings.device]
     start_time, op_results = time.perf_counter(), list[CheckResult]()
@@ -43,7 +49,7 @@ def run(settings: CheckSettings) -> int:
         for i, name in enumerate(op_names):
             counter(i + 1, len(op_names), name)
             try:
-                op_results += check_op(name, backends, settings.seed)
+                op_results += check(name, backends, settings.seed)
             except Exception as error:  # a kernel that fails is one more thing to report
                 message = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 op_results.append(CheckResult(name, "", "", message, "", float("inf"), 0.0))

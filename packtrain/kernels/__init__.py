@@ -5,7 +5,6 @@ policy in runtime/environment.py: importing this package loads neither numba nor
 """
 
 import importlib
-from importlib.util import find_spec
 from types import ModuleType
 
 from packtrain.kernels.runtime import kernel_cache, loader
@@ -15,7 +14,7 @@ from packtrain.kernels.runtime.thread_pool import MAX_THREADS, set_threads, thre
 __all__ = [
     "AMX_LOSS_KERNELS", "CONV_KERNELS", "DELTA_KERNELS", "EXPERT_KERNELS", "GENERATION_KERNELS", "MAX_THREADS",
     "OP_KERNELS", "QUANTIZE_KERNELS", "REQUANTIZE_KERNELS", "SCAN_KERNELS", "SOFTMAX_KERNELS", "TRAINING_KERNELS",
-    "WEIGHTED_QUANTIZE_KERNELS", "WINDOW_KERNELS", "has_torch", "is_loaded", "load_all", "prepare", "set_threads",
+    "WEIGHTED_QUANTIZE_KERNELS", "WINDOW_KERNELS", "is_loaded", "load_all", "prepare", "set_threads",
     "threads", "torch",
 ]  # fmt: skip
 
@@ -47,14 +46,6 @@ OP_KERNELS = (
 def torch() -> ModuleType:
     """Import PyTorch on first use and return the module."""
     return importlib.import_module("torch")
-
-
-def has_torch(peer_module: str) -> bool:
-    """Return whether PyTorch and `peer_module`, a module benchmarks.… that only a checkout has, can be imported."""
-    try:
-        return find_spec("torch") is not None and find_spec(peer_module) is not None
-    except ModuleNotFoundError:  # no checkout, or another module is called benchmarks
-        return False
 
 
 def __getattr__(name: str) -> object:

@@ -17,10 +17,10 @@ GGML = re.compile(r"\bggml_\w+")
 CITATION = re.compile(r"(\bggml_\w+(, | and | to )?)+[.;,]?")
 PAGE = """# Ops
 
-Written by `packtrain check --markdown docs/ops.md`, which checks them all: values on each backend against the
-specification in float64, gradients against central differences in float64, and both against PyTorch in float64. Errors
-are of the largest value, rounded up to a power of ten, as they were on the machine that wrote this. A function is
-composed of ops, and its gradient follows from theirs. Shapes broadcast as in NumPy.
+Written by `python -m benchmarks.check --markdown docs/ops.md`, which checks them all: values on each backend
+against the specification in float64, gradients against central differences in float64, and both against PyTorch in
+float64. Errors are of the largest value, rounded up to a power of ten, as they were on the machine that wrote this.
+A function is composed of ops, and its gradient follows from theirs. Shapes broadcast as in NumPy.
 
 | op | what it is | in ggml | beside f32 | kernels | gradient | worst value | worst gradient | PyTorch |
 |---|---|---|---|---|---|---|---|---|
@@ -53,9 +53,10 @@ def _worst_errors(results: Sequence[check_cases.CheckResult]) -> dict[str, float
 
 def table_lines(results: Sequence[check_cases.CheckResult], seconds: float) -> Iterator[str]:
     """Yield the lines of the table as text, and below it how much was checked."""
-    yield f"{'op':20} {'type':8} {'on':8} {'cases':>5}" + "".join(f"{c:>10}" for c in CHECKS)
+    checks = CHECKS if has_peer(results) else CHECKS[:2]
+    yield f"{'op':20} {'type':8} {'on':8} {'cases':>5}" + "".join(f"{c:>10}" for c in checks)
     for row in group_rows(results):
-        errors = (f"{row.worst[c]:.1e}" if c in row.worst else "" for c in CHECKS)
+        errors = (f"{row.worst[c]:.1e}" if c in row.worst else "" for c in checks)
         yield f"{row.op:20} {row.dtype:8} {row.backend:8} {row.cases:5}" + "".join(
             f"{error:>10}" for error in errors
         )
@@ -64,16 +65,12 @@ def table_lines(results: Sequence[check_cases.CheckResult], seconds: float) -> I
         f"{plural(len(results), 'case')} of {plural(len(names), 'op or function', 'ops and functions')} in"
         f" {seconds:.0f} s; errors are of the largest value, or of 1 where all are smaller"
     )
-    if not check_cases.has_torch():
-        yield "nothing was compared with PyTorch: that takes PyTorch and a checkout of the repository"
-    elif names_without_peer := [name for name in names if name not in check_cases.load_peers()]:
-        yield f"no peer in PyTorch: {', '.join(names_without_peer)}"
 
 
 def to_json(results: Sequence[check_cases.CheckResult], seconds: float) -> dict[str, Any]:
     """Return the plain data that --json writes."""
     return {
-        "cases": len(results), "seconds": round(seconds, 1), "pytorch": check_cases.has_torch(),
+        "cases": len(results), "seconds": round(seconds, 1), "pytorch": has_peer(results),
         "rows": [asdict(row) for row in group_rows(results)],
         "failed": [str(result) for result in results if not result.has_passed],
     }  # fmt: skip
@@ -88,7 +85,7 @@ def ops_page(results: Sequence[check_cases.CheckResult]) -> str:
     for result in results:
         by_op.setdefault(result.op, []).append(result)
     return PAGE + "".join(
-        f"| {' | '.join([*op_columns(name), *_errors(by_op[name])])} | {peer_column(name)} |\n"
+        f"| {' | '.join([*op_columns(name), *_errors(by_op[name])])} | {'yes' if has_peer(by_op[name]) else 'no'} |\n"
         for name in sorted(by_op)
     )
 
@@ -115,8 +112,9 @@ def _packed_types(name: str) -> Iterator[str]:
         yield f"{leaf}: {'every type' if types == all_types else ', '.join(types)}"
 
 
-def peer_column(name: str) -> str:
-    return "yes" if check_cases.has_torch() and name in check_cases.load_peers() else "no"
+def has_peer(results: Iterable[check_cases.CheckResult]) -> bool:
+    """Whether one of the results is a comparison with PyTorch, which benchmarks.check makes."""
+    return any(result.check == check_cases.PEER for result in results)
 
 
 def _errors(results: Sequence[check_cases.CheckResult]) -> list[str]:

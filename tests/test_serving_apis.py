@@ -103,7 +103,9 @@ def test_a_stream_of_messages_has_the_events_of_each_block(api):
     types = [event["type"] for event in events if event["type"] != delta]
     assert types == ["message_start", *block, *block, "message_delta", "message_stop"]
     deltas = [(e["index"], e["delta"]) for e in events if e["type"] == delta]
-    assert "".join(d["thinking"] for index, d in deltas if index == 0) == "the a"
+    *thoughts, signature = (d for index, d in deltas if index == 0)
+    assert "".join(d["thinking"] for d in thoughts) == "the a"
+    assert signature == {"type": "signature_delta", "signature": ""}
     assert "".join(d["text"] for index, d in deltas if index == 1) == "the the"
     full_answer = message(api, **answer_of(THOUGHT))
     assert events[-2]["delta"]["stop_reason"] == full_answer["stop_reason"]

@@ -103,6 +103,36 @@ def test_counts_of_one_prompt_asked_three_times(client):
     assert metrics(client) - first_counts == {"prompt_n": 9, "cache_n": 12, "predicted_n": 21}
 
 
+def test_rates_leave_out_the_first_token_that_the_prompt_gives(client):
+    def timings(count: int) -> Any:
+        body = {"prompt": [5, 6, 7], "n_predict": count, "ignore_eos": True}
+        return client.post("/completion", json=body).json()["timings"]
+
+    short_timings = timings(1)
+    assert short_timings["predicted_n"] == 1 and short_timings["predicted_ms"] > 0
+    assert short_timings["predicted_per_second"] == short_timings["predicted_per_token_ms"] == 0
+    long_timings = timings(9)
+    num_steps = long_timings["predicted_ms"] * long_timings["predicted_per_second"] / 1e3
+    assert long_timings["predicted_n"] == 9 and num_steps == pytest.approx(8)
+    assert long_timings["predicted_per_token_ms"] == pytest.approx(long_timings["predicted_ms"] / 8)
+    body = {"prompt": "the", "n": 2, "max_tokens": 5, "ignore_eos": True}
+    both = client.post("/v1/completions", json=body).json()["timings"]
+    assert both["predicted_n"] == 10
+    assert both["predicted_ms"] * both["predicted_per_second"] / 1e3 == pytest.approx(8)
+
+
+def test_the_mean_speed_is_of_steps(client, server):
+    def rate_steps() -> float:
+        lines = (line.split() for line in client.get("/metrics").text.splitlines())
+        values = {x[0].removeprefix("llamacpp:"): x[1] for x in lines if len(x) == 2}
+        seconds = float(values["tokens_predicted_seconds_total"])
+        return float(values["predicted_tokens_seconds"]) * seconds
+
+    steps = rate_steps()
+    client.post("/completion", json={"prompt": [5, 6], "n_predict": 7, "ignore_eos": True})
+    assert rate_steps() - steps == pytest.approx(6, abs=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_are_the_sums_of_random_requests(client, server, seed: int):
     rng, cancelled, first_counts = random.Random(seed), list[AnswerEnd](), metrics(client)

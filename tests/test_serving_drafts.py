@@ -91,6 +91,9 @@ def test_a_model_that_guesses_itself_is_right(tmp_path):
         )
         runs = counter(client, "n_decode_total")
         assert runs < 20
+        drafts = counter(client, "spec_decode_num_drafts_total")
+        # a run with guesses gives those that come and one more token
+        assert 0 < drafts <= 39 - timings["draft_n_accepted"]
 
 
 def test_guesses_in_a_context_that_is_full(tmp_path):

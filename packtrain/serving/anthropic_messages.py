@@ -177,6 +177,9 @@ class MessagesFormat(BlocksFormat):
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def block_end(self, kind: str, text: str, call: JsonObject) -> Iterator[JsonObject]:
+        if kind == THOUGHT:  # clients of Anthropic's API expect a signature, as in llama-server
+            delta = {"type": "signature_delta", "signature": ""}
+            yield {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
         yield {"type": "content_block_stop", "index": self._num_blocks}
 
     def last_events(self, finish_word: str, end: AnswerEnd) -> list[JsonObject]:

@@ -301,7 +301,7 @@ class ServingEngine:
         writing = [(s, s.answer) for s in active_slots if s.answer and not s.answer.reading]
         num_guessed = (draft_max + 1 - len(active_slots)) // max(len(writing), 1)
         for slot, answer in writing:
-            num_free = self.max_seq_tokens - len(answer.text_ids)
+            num_free = self.max_seq_tokens - len(answer.text_ids) - 1
             slot.propose_guess(min(num_guessed, num_free))
         batch = [(slot, 1 + len(answer.guess)) for slot, answer in writing]
         prompt_answers = [(s, s.answer) for s in active_slots if s.answer and s.answer.reading]
@@ -342,13 +342,15 @@ class ServingEngine:
                 continue
             finally:
                 self.totals.output_tokens += len(answer.output_ids) - counts[0]
+                self.totals.decode_steps += max(len(answer.output_ids) - max(counts[0], 1), 0)
+                self.totals.drafts += answer.num_drafted > counts[1]
                 self.totals.drafted += answer.num_drafted - counts[1]
                 self.totals.accepted += answer.num_accepted - counts[2]
             if answer.num_drafted > counts[1]:
                 self._remove_guesses(slot)
             if answer.is_ended:
                 self._finish_answer(slot, "")
-            elif len(answer.text_ids) > self.max_seq_tokens and not self._shift_context(slot):
+            elif len(answer.text_ids) >= self.max_seq_tokens and not self._shift_context(slot):
                 self._finish_answer(slot, "context")
 
     def _remove_guesses(self, slot: Slot) -> None:

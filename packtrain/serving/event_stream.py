@@ -130,10 +130,8 @@ class EventStreamResponse(_JobResponse):
 
     async def send_answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [
-            (b"content-type", b"text/event-stream"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
+            (b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
+        ]  # fmt: skip
         timeout_seconds = self._server.limits.patience
         loop, tick_seconds = asyncio.get_running_loop(), min(KEEPALIVE_SECONDS, timeout_seconds) / 3
         async with (

@@ -73,6 +73,7 @@ class TokenCounts:
     read              tokens of the prompt that were read so far
     forgotten_tokens  tokens that left a full context, so that the answer could go on
     drafted, accepted  tokens that a drafter guessed, and those of them that the model chose, too
+    decode_steps      tokens written after the first, which the prompt's last run gives
     """
 
     prompt: int
@@ -84,6 +85,7 @@ class TokenCounts:
     forgotten_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    decode_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -91,7 +93,8 @@ class EngineTotals:
     """Totals since the start: tokens and seconds of prompts and of answers, runs, and busy slots summed over runs.
 
     cached           tokens of prompts that were in the cache
-    drafted          tokens that were guessed; accepted: those of them that came
+    drafted          tokens that were guessed; accepted: those of them that came; drafts: how often any were
+    decode_steps     tokens written after the first of each answer
     max_text_tokens  tokens of the longest text
     """
 
@@ -100,6 +103,8 @@ class EngineTotals:
     max_text_tokens: int = 0
     reading: float = 0.0
     output_tokens: int = 0
+    decode_steps: int = 0
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     output_seconds: float = 0.0

@@ -169,9 +169,7 @@ class ResponsesFormat(BlocksFormat):
         }  # fmt: skip
 
     def delta_events(self, number: int, delta: TextDelta) -> list[JsonObject]:
-        return [
-            event | self._timings(delta.counts) for event in super().delta_events(number, delta)
-        ]
+        return [e | self._timings(delta.counts) for e in super().delta_events(number, delta)]
 
     def _timings(self, counts: TokenCounts) -> JsonObject:
         return {"timings": timing_fields(counts)} if self._request.has_timings else {}
@@ -243,9 +241,7 @@ class ResponsesFormat(BlocksFormat):
         return self._response("incomplete", usage=token_counts, incomplete_details=reason)
 
     def _num_thought_tokens(self) -> int:
-        thoughts = [
-            item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"
-        ]
+        thoughts = [x["content"][0]["text"] for x in self._items if x["type"] == "reasoning"]
         return sum(len(self._tokenizer.encode(text, bos=False, eos=False)) for text in thoughts)
 
 

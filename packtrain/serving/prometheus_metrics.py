@@ -15,18 +15,14 @@ def metrics_text(engine: ServingEngine) -> str:
         ("prompt_seconds_total", "counter", "seconds of reading prompts", t.reading),
         ("tokens_predicted_total", "counter", "tokens that were written", t.output_tokens),
         ("tokens_predicted_seconds_total", "counter", "seconds of writing", t.output_seconds),
+        ("spec_decode_num_drafts_total", "counter", "times that tokens were guessed", t.drafts),
         ("spec_decode_num_draft_tokens_total", "counter", "tokens that were guessed", t.drafted),
-        (
-            "spec_decode_num_accepted_tokens_total", "counter", "guessed tokens that came", t.accepted,
-        ),
+        ("spec_decode_num_accepted_tokens_total", "counter", "guessed tokens that came", t.accepted),
         ("n_decode_total", "counter", "runs of the model", t.runs),
         ("n_tokens_max", "counter", "tokens of the longest text", t.max_text_tokens),
         ("n_busy_slots_per_decode", "gauge", "busy slots of a run, mean", ratio(t.busy, t.runs)),
         ("prompt_tokens_seconds", "gauge", "tokens read a second, mean", ratio(t.read, t.reading)),
-        (
-            "predicted_tokens_seconds", "gauge", "tokens written a second, mean",
-            ratio(t.output_tokens, t.output_seconds),
-        ),
+        ("predicted_tokens_seconds", "gauge", "tokens written a second, mean", ratio(t.decode_steps, t.output_seconds)),
         ("requests_processing", "gauge", "requests in slots", num_busy_slots),
         ("requests_deferred", "gauge", "requests that wait for a slot", engine.num_waiting),
     )  # fmt: skip

@@ -135,6 +135,8 @@ class DrainRequest:
                 async with asyncio.timeout(DRAIN_SECONDS):
                     while not is_complete and num_drained_nbytes < REFUSED:
                         num_drained_nbytes += len((await receive_message()).get("body", b""))
+            if "headers" in message:  # in the case of HTTP/1.1, which some clients compare
+                message["headers"] = [(name.title(), value) for name, value in message["headers"]]
             await send(message)
 
         await self._app(scope, receive_message, send_message)

@@ -51,19 +51,17 @@ def total_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
 def timing_fields(counts: TokenCounts) -> dict[str, Any]:
     """Return tokens, times and speeds of an answer, by llama-server's names."""
 
-    def speed_fields(field_prefix: str, tokens: int, seconds: float) -> dict[str, float]:
+    def speed_fields(prefix: str, tokens: int, steps: int, seconds: float) -> dict[str, float]:
         return {
-            f"{field_prefix}_n": tokens,
-            f"{field_prefix}_ms": 1e3 * seconds,
-            f"{field_prefix}_per_token_ms": 1e3 * seconds / max(tokens, 1),
-            f"{field_prefix}_per_second": tokens / seconds if seconds else 0.0,
-        }
+            f"{prefix}_n": tokens, f"{prefix}_ms": 1e3 * seconds,
+            f"{prefix}_per_token_ms": 1e3 * seconds / steps if steps else 0.0,
+            f"{prefix}_per_second": steps / seconds if seconds else 0.0,
+        }  # fmt: skip
 
     return {
-        "cache_n": counts.cached,
-        **speed_fields("prompt", counts.read, counts.reading),
-        **speed_fields("predicted", counts.output_tokens, counts.output_seconds),
-    } | ({"draft_n": counts.drafted, "draft_n_accepted": counts.accepted} if counts.drafted else {})
+        "cache_n": counts.cached, **speed_fields("prompt", counts.read, counts.read, counts.reading),
+        **speed_fields("predicted", counts.output_tokens, counts.decode_steps, counts.output_seconds),
+    } | ({"draft_n": counts.drafted, "draft_n_accepted": counts.accepted} if counts.drafted else {})  # fmt: skip
 
 
 def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]:

@@ -182,14 +182,10 @@ def describe_model(server: Server) -> dict[str, Any]:
         "n_params": sum(math.prod(tensor_entry.shape) for tensor_entry in gguf.entries.values()),
         "size": sum(tensor_entry.nbytes for tensor_entry in gguf.entries.values()), "ftype": file_type(server),
     }  # fmt: skip
-    model_info = {
+    return {
         "id": server.name, "object": "model", "created": int(server.start_time), "owned_by": "packtrain",
+        "aliases": [server.name, *server.aliases], "tags": [*server.tags], "meta": model_meta,
     }  # fmt: skip
-    return model_info | {
-        "aliases": [server.name, *server.aliases],
-        "tags": [*server.tags],
-        "meta": model_meta,
-    }
 
 
 def file_type(server: Server) -> str:

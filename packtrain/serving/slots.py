@@ -183,8 +183,8 @@ class SlotAnswer:
     def _token_counts(self) -> generation_jobs.TokenCounts:
         seconds = self._first - self._start_time, time.perf_counter() - self._first
         counts = len(self.job.prompt), self.num_cached, self.num_read, len(self.output_ids)
-        draft_counts = self.num_drafted, self.num_accepted
-        return generation_jobs.TokenCounts(*counts, *seconds, self._num_forgotten, *draft_counts)
+        step_counts = self.num_drafted, self.num_accepted, max(len(self.output_ids) - 1, 0)
+        return generation_jobs.TokenCounts(*counts, *seconds, self._num_forgotten, *step_counts)
 
     def tell_progress(self) -> None:
         """Report how much of the prompt has been read, if the job asks for that."""

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import check as peer_check
+from benchmarks import ops_page
 from packtrain.cli.main import main
-from packtrain.devtools.check import check_cases, check_table
+from packtrain.devtools.check import check_cases
 from packtrain.devtools.check.function_checks import FUNCTIONS
 from packtrain.engine import ops
 from packtrain.engine.backends import cpu, numpy
@@ -64,9 +65,13 @@ def test_without_pytorch_the_comparison_checks_ours_and_says_so(
     first_line, *table = capsys.readouterr().out.splitlines()
     assert first_line == "Nothing is compared with PyTorch, which is not installed."
     assert len(table) == 4 and table[1].startswith("neg ")
-    assert peer_check.main(["matml"]) == 2
-    message = "benchmarks.check: error: OPS: there is no op matml; did you mean matmul?\n"
-    assert capsys.readouterr().err == message
+    for arguments, message in (
+        (["matml"], "OPS: there is no op matml; did you mean matmul?"),
+        (["neg", "--markdown", "p.md"], "--markdown writes a page about all ops; give no names"),
+        (["--markdown", "no/p.md"], "--markdown: no/p.md cannot be written"),
+    ):
+        assert peer_check.main(arguments) == 2
+        assert capsys.readouterr().err.startswith(f"benchmarks.check: error: {message}")
 
 
 @pytest.mark.torch
@@ -128,7 +133,6 @@ def test_a_kernel_that_fails_is_named(
         (["matml"], "OPS: there is no op matml; did you mean matmul?"),
         (["conv2d"], "OPS: there is no op conv2d; did you mean conv_2d?"),
         (["neg", "--device", "gpu"], "--device is gpu; it must be one of cpu, numpy"),
-        (["neg", "--markdown", "ops.md"], "--markdown writes a page about all ops; give no names"),
     ],
 )
 def test_what_cannot_be_checked_is_said(
@@ -141,8 +145,8 @@ def test_what_cannot_be_checked_is_said(
 
 def test_the_page_lists_the_registry_as_it_is() -> None:
     listed = [line[2:].split(" | ") for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
-    assert PAGE.read_text().startswith(check_table.PAGE)
-    expected = [check_table.op_columns(name) for name in check_cases.checkable_names()]
+    assert PAGE.read_text().startswith(ops_page.PAGE)
+    expected = [ops_page.op_columns(name) for name in check_cases.checkable_names()]
     assert [row[:COLUMNS] for row in listed] == expected, (
         "write it again: python -m benchmarks.check --markdown"
     )

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from packtrain.common.option_rules import check_rules
 from packtrain.common.options import option, positional
 from packtrain.common.text import did_you_mean
 from packtrain.devtools.check.check_cases import NO_KERNEL, CheckResult, check_op, checkable_names
-from packtrain.devtools.check.check_table import ops_page, table_lines, to_json
+from packtrain.devtools.check.check_table import table_lines, to_json
 from packtrain.engine.backends import DEVICES, target
 from packtrain.training.monitoring.work_progress import WorkCounter
 
@@ -29,19 +29,17 @@ class CheckSettings:
     )
     seed: int = option(0, "for the values of inputs", min_value=0)
     json: Path | None = option(None, "write the figures as JSON to this file")
-    markdown: Path | None = option(
-        None, "write a page about all ops to this file",
-        conflicts={"ops": "{flag} writes a page about all ops; give no names"},
-    )  # fmt: skip
 
 
 def run(settings: CheckSettings) -> int:
     """Check ops, print a table, and say what is beyond tolerance. Raises InputError, OSError."""
-    return report(settings, check_op)
+    return report(settings, *run_checks(settings, check_op))
 
 
-def report(settings: CheckSettings, check: Callable[..., Iterator[CheckResult]]) -> int:
-    """Report what `check`, called as check_op is, finds. Raises InputError, OSError."""
+def run_checks(
+    settings: CheckSettings, check: Callable[..., Iterator[CheckResult]]
+) -> tuple[list[CheckResult], float]:
+    """Run `check`, which is called as check_op is, for the requested ops; returns its results and the seconds."""
     op_names = _selected_ops(settings)
     backends = [target(device).backends[0] for device in settings.device]
     start_time, op_results = time.perf_counter(), list[CheckResult]()
@@ -53,12 +51,14 @@ def report(settings: CheckSettings, check: Callable[..., Iterator[CheckResult]])
             except Exception as error:  # a kernel that fails is one more thing to report
                 message = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 op_results.append(CheckResult(name, "", "", message, "", float("inf"), 0.0))
-    seconds = time.perf_counter() - start_time
+    return op_results, time.perf_counter() - start_time
+
+
+def report(settings: CheckSettings, op_results: Sequence[CheckResult], seconds: float) -> int:
+    """Print and write the table, and say what is beyond tolerance; returns the exit code. Raises OSError."""
     print("\n".join(table_lines(op_results, seconds)))
     if settings.json:
         write_text(settings.json, json.dumps(to_json(op_results, seconds), indent=1) + "\n")
-    if settings.markdown:
-        write_text(settings.markdown, ops_page(op_results))
     failed_results = [result for result in op_results if not result.has_passed]
     for result in failed_results:
         print_message(str(result) if result.case == NO_KERNEL else f"beyond tolerance: {result}")
@@ -73,5 +73,4 @@ def _selected_ops(settings: CheckSettings) -> list[str]:
             raise InputError(f"OPS: there is no op {name}{suggestion}")
     check_rules(settings)
     check_writable(settings.json, "--json")
-    check_writable(settings.markdown, "--markdown")
     return list(dict.fromkeys(settings.ops)) or op_names

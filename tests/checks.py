@@ -29,7 +29,7 @@ NO_GRADIENT = {
     "opt_moments_adamw", "opt_moments_adamw8bit",
     "rounded", "matmul_rounded", "attention_cells", "rope_table", "argmax", "argsort", "count_equal", "pool_2d_back",
     "candidates", "draw", "stored_sum", "short_conv_cells", "short_conv_states", "ssm_scan_cells",
-    "ssm_scan_back", "delta_rule_back", "delta_rule_cells",
+    "ssm_scan_back", "delta_rule_back", "delta_rule_cells", "tiled_back",
 }  # fmt: skip
 
 

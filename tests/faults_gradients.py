@@ -1,19 +1,22 @@
 """Planted faults in the gradients of ops, in differentiate and in recomputation. See faults."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from pytest import MonkeyPatch
 
 import packtrain as pt
-from packtrain.engine import autodiff, ops
+from packtrain.engine import autodiff, ops, row_tiles
 from packtrain.engine.ops import loss
 from packtrain.engine.tensor import OPS
+from tests import tile_checks
 from tests.faults import (
     fault,
     gradient_check,
     recompute_check,
+    replace_kernel,
     replace_vjp,
     slope_check,
     wrap_attribute,
@@ -250,3 +253,37 @@ def a_gradient_that_is_used_before_it_is_complete(patch: MonkeyPatch) -> None:
         return done
 
     patch.setattr(autodiff._Backward, "_first_uses", wrong)
+
+
+# ---- tiles of rows ---------------------------------------------------------------------------------------------
+
+tiled_check = partial(tile_checks.check_gradients, "llama experts")
+
+
+@fault("tiles", tiled_check)
+def a_tile_that_reads_the_rows_of_the_first(patch: MonkeyPatch) -> None:
+    def wrong(tile):
+        return lambda x, at, count: tile(x, at if x.ndim == 3 else 0, count)
+
+    wrap_attribute(patch, row_tiles, "_tile", wrong)
+
+
+@fault("tiles", tiled_check)
+def gradients_of_weights_from_the_last_tile_alone(patch: MonkeyPatch) -> None:
+    def wrong(start):
+        def begin(*args):
+            run = start(*args)
+            return lambda tiles: run(tiles | {"fresh": np.float32(1), "fresh.0": np.float32(1)})
+
+        return begin
+
+    wrap_attribute(patch, row_tiles, "_executed", wrong)
+
+
+@fault("tiles", tiled_check)
+def a_gradient_of_rows_that_forgets_what_it_is_added_to(patch: MonkeyPatch) -> None:
+    replace_kernel(
+        patch,
+        "tiled_back",
+        lambda run: lambda out, acc, *tensors, **attrs: run(out, None, *tensors, **attrs),
+    )

@@ -19,7 +19,7 @@ from packtrain.engine.packing import pack
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import FINISH_COPY
 from packtrain.engine.transfers import TransferCopies
-from packtrain.planner.checkpointing import middle_blocks
+from packtrain.planner.checkpointing import BlockChain, middle_blocks
 from tests import bit_checks, online, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
     case_check,
@@ -444,3 +444,8 @@ def a_block_that_begins_with_its_first_part_before_the_one_above_has_ended(
         return early
 
     wrap_attribute(patch, middle_blocks, "backward_steps", wrong)
+
+
+@fault("search", partial(search_checks.check_smallest, replace(search_checks.SHAPE, max_norm=None)))
+def embeddings_that_count_though_no_block_saves_them(patch: MonkeyPatch) -> None:
+    patch.setattr(BlockChain, "_input_nbytes", property(lambda chain: chain.block.stream_nbytes))

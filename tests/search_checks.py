@@ -42,3 +42,10 @@ def check_alone(shape: StepShape) -> None:
     for block in (together, separate):
         block.measure(modes)
     assert together.options[::9] == separate.options[::9]
+
+
+def check_smallest(shape: StepShape) -> None:
+    """The smallest choice takes what its estimate says, within 1 %."""
+    blocks = fresh_chain(shape)
+    built, estimated = smallest_planned(blocks).nbytes, blocks.smallest_choice.nbytes
+    assert abs(estimated / built - 1) < 0.01, f"{estimated} bytes estimated, {built} built"

@@ -115,6 +115,20 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
             )
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_blocks_in_tiles_train_as_whole_blocks_do(max_norm):
+    """The same updates but for the order of additions; recomputation and two passes change no bit."""
+    untiled = deep_shape(3, max_norm=max_norm)
+    tiled = replace(untiled, num_row_tiles=2)
+    expected, got = (train_weights(step_shape, 1, SGD()) for step_shape in (untiled, tiled))
+    for name, value in expected.items():
+        error = np.abs(got[name] - value).max() / np.abs(value).max()
+        assert error < 1e-6, f"{name}: {error}"
+    changed = {"two_passes": True} if max_norm else {}
+    for keep in (uniform_choice(3, ()), spaced_choice(3, 2)):
+        assert same_bits(train_weights(replace(tiled, keep=keep, **changed), 1, SGD()), got)
+
+
 def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
     """So a search finds them, where matrices are large and tokens more than they are wide."""
     config = Config(320, 512, 512, 4, 2048, 8, 8)
@@ -157,7 +171,8 @@ def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
         f is not None and f.nbytes <= budget for f, budget in zip(plans, budgets, strict=True)
     )
     seconds = [f.seconds for f in plans]
-    assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0 < seconds[0]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == everything.seconds < seconds[0] / 10  # the lookup of embeddings
     assert blocks.fastest_within(smallest_plan.nbytes - 4096) is None
 
 

@@ -162,7 +162,7 @@ def test_measuring_takes_few_bytes_and_little_time():
     )
     for _, y in probes([Q8_0]):
         step = step_of(y)
-        assert traffic_nbytes(step, cost_model.Cost()) <= 48 << 20
+        assert traffic_nbytes(step, costs.Cost()) <= 48 << 20
 
 
 def test_work_that_was_not_measured_has_a_typical_rate():

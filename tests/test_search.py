@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from packtrain.engine import ops, row_tiles
 from packtrain.engine.backends import HOST
 from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
+from packtrain.models.lora import Lora
 from packtrain.planner import choice_cache, training_plans
 from packtrain.planner.block_extrapolation import blocks_match
 from packtrain.planner.checkpointing import RecomputeChoice, uniform_choice
@@ -25,6 +27,7 @@ from tests.search_checks import (
     REQUEST,
     SHAPE,
     check_alone,
+    check_smallest,
     fastest_or_smallest,
     fresh_chain,
     smallest_planned,
@@ -40,7 +43,7 @@ TWO_PASS_SHAPES = [replace(FORMS[0], num_two_pass_blocks=count) for count in (1,
     replace(FORMS[2], num_two_pass_blocks=4)
 ]
 SAVED = replace(SHAPE, config=replace(SHAPE.config, saved="bf16"))
-FORMS += [SAVED]
+FORMS += [SAVED, replace(SHAPE, num_row_tiles=2)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -182,7 +185,7 @@ def test_a_draft_of_blocks_that_go_back_twice_recomputes_them_twice(form, keep):
     assert drafted.seconds == pytest.approx(planned.step_seconds(REQUEST.rates), rel=0.02)
     num_recomputed, num_once = (
         sum(
-            call.phase == "recomputed"
+            call.phase == "recomputed" and call.op is ops.matmul
             for call in make_plans(s, AdamW()).placed_graphs["step"].graph.calls
         )
         for s in (shape, once)
@@ -211,6 +214,25 @@ def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
     for best, draft in zip(best_drafts, drafts, strict=True):
         assert best.nbytes <= draft.nbytes and best.seconds <= draft.seconds
     assert best_drafts[-1].shape.num_two_pass_blocks
+
+
+def test_the_smallest_choice_takes_what_the_search_says():
+    check_smallest(replace(SHAPE, max_norm=None))
+
+
+def test_embeddings_are_looked_up_again_unless_a_second_pass_follows_their_update():
+    keep, count = uniform_choice(CONFIG.block_count, ()), CONFIG.block_count
+    lora = replace(CONFIG, lora=Lora((("blk.*", 4),), 0, 4.0))
+    for shape, num_lookups in (
+        (replace(SHAPE, keep=keep), 2),
+        (replace(SHAPE, keep=None), 1),
+        (replace(SHAPE, keep=keep, two_passes=True), 2),
+        (replace(SHAPE, keep=keep, num_two_pass_blocks=count), 1),
+        (replace(SHAPE, keep=keep, config=lora, base=BaseModel(())), 2),
+        (replace(SHAPE, keep=uniform_choice(2, ()), base=BaseModel((), num_trained_blocks=2)), 1),
+    ):
+        calls = build_graph(training_plans.blocks_in(shape), shape, AdamW()).graph.calls
+        assert sum(call.op is ops.get_rows for call in calls) == num_lookups
 
 
 @pytest.mark.parametrize("num_two_pass_blocks", [2, 4])
@@ -243,7 +265,9 @@ def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
 
 
 def graphs_alive() -> int:
-    return sum(isinstance(tracked, Graph) for tracked in gc.get_objects())
+    """Graphs in memory but for those of tiles, which stay."""
+    num_tile_graphs = row_tiles._program.cache_info().currsize
+    return sum(isinstance(tracked, Graph) for tracked in gc.get_objects()) - num_tile_graphs
 
 
 def test_a_search_keeps_no_graph_but_the_last_short_one():

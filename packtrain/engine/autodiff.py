@@ -70,6 +70,14 @@ def differentiate_twice(
     _Backward(prefix, active, list(repeated_wrt), recompute, sink, None, arrived).walk(prefix)
 
 
+def pull_back(
+    calls: Sequence[Call], gradients: Gradients, wrt: Sequence[Tensor], sink: GradientSink
+) -> None:
+    """Call `sink` with each tensor of `wrt` and its gradient, from `gradients` of results of the calls."""
+    recompute = _Recomputation(calls, None)
+    _Backward(calls, _dependents(calls, wrt), wrt, recompute, sink, None, {**gradients}).walk(calls)
+
+
 def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
     """Check arguments; return calls that lead to the loss, tensors that depend on `wrt`, and the loss's gradient."""
     if loss.shape != () or loss.dtype != f32:
@@ -225,9 +233,12 @@ class _Backward:
         y, inputs = forward_values[:num_results], forward_values[num_results:]
         rule: Any = call.op.vjp_rule
         rule_args = (dy, y) if call.returns_tuple else (dy[0], y[0])
+        options = (
+            {"active": [t in self.active for t in call.inputs]} if call.op.takes_active else {}
+        )
         with written_for(call.origin, "backward"):
             try:
-                gradients = list(rule(*rule_args, *inputs, **call.attrs))
+                gradients = list(rule(*rule_args, *inputs, **call.attrs, **options))
                 for t, d in zip(call.inputs, gradients, strict=False):
                     if t in self.active and (d is None or d.spec.shape != t.spec.shape):
                         if d is None:

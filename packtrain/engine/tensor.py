@@ -273,13 +273,13 @@ class Op(Generic[P, R]):
         self.__signature__ = inspect.signature(rule)  # what help() and editors show
         self.view, self.writes, self.acc = declaration.view, declaration.writes, declaration.acc
         self.optional, self.repeatable = declaration.optional, declaration.repeatable
-        inplace = declaration.inplace
+        self.takes_active, inplace = declaration.takes_active, declaration.inplace
         self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
         parameters = self.__signature__.parameters.values()
-        keyword_params = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self.arity = len(parameters) - len(keyword_params)
-        self.required = sum(p.default is p.empty and p not in keyword_params for p in parameters)
-        self.defaults = {p.name: p.default for p in keyword_params if p.default is not p.empty}
+        positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.arity, self.required = len(positional), sum(p.default is p.empty for p in positional)
+        attrs = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.defaults = {p.name: p.default for p in attrs if p.default is not p.empty}
         self.vjp_rule: Callable[..., Any] | None = None
         self.kernels: dict[str, Kernel] = {}
         self.workspaces: dict[str, Callable[..., Any]] = {}
@@ -379,6 +379,7 @@ class OpDeclaration:
     acc: int | None = None
     optional: Indices = ()
     repeatable: bool = False
+    takes_active: bool = False  # its vjp takes `active`: whether each input needs a gradient
 
     @overload
     def __call__(self, rule: Callable[P, Spec]) -> Op[P, Tensor]: ...

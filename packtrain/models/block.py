@@ -22,19 +22,26 @@ def transformer_block(
 
     With several streams, h is (..., S, C), and the block computes with the first.
     """
-    block = BlockBuilder(config, w, i)
+    block, compute = BlockBuilder(config, w, i), mixer.compute or computed
     if config.traits.num_streams:
         guess = altup.predict_streams(block, h)
-        h = altup.corrected(block, guess, computed(block, altup.one(guess), rope_tables, mixer))
+        h = altup.corrected(block, guess, compute(block, altup.one(guess), rope_tables, mixer))
         first = ops.mul(altup.one(h), block.weight("altup_correct_scale"))
         return h if embeddings is None else altup.added(h, embedded(block, first, embeddings))
-    h = computed(block, h, rope_tables, mixer)
+    h = compute(block, h, rope_tables, mixer)
     h = h if embeddings is None else ops.add(embedded(block, h, embeddings), h)
     return ops.mul(h, block.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
 
 
 def computed(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
     """Add attention, convolution or scan, and the feed-forward, to h (..., C)."""
+    return feed_forward(block, *mix_tokens(block, h, rope_tables, mixer))
+
+
+def mix_tokens(
+    block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer
+) -> tuple[Tensor, Tensor]:
+    """Add attention, convolution or scan to h (..., C); return the feed-forward's input and h."""
     config, i, traits = block.config, block.block_index, block.config.traits
     x = mixer_input = block.saved(block.norm("attn_norm", h)) if traits.pre_norms else h
     if config.has_weight("attn_norm_2"):
@@ -52,7 +59,7 @@ def computed(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mix
         h = ops.scale(ops.add(h, laurel(block, mixer_input)), by=0.5**0.5)
     if not config.is_parallel:
         x = block.saved(block.norm(traits.ffn_norm, h)) if traits.pre_norms else h
-    return feed_forward(block, x, h)
+    return x, h
 
 
 def laurel(block: BlockBuilder, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class Mixer:
     convolve         short convolution of x with filters; `convolve_states` is the convolution before a scan
     scan             scan of x, steps, decays and skips
     delta_rule       gated delta rule of x, decays and betas
+    compute          computes blocks in place of `block.computed`, see tiled_block
     """
 
     attend: Attend
@@ -33,6 +34,7 @@ class Mixer:
     scan: Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor] = _no_mixer
     delta_rule: Callable[[int, Tensor, Tensor, Tensor], Tensor] = _no_mixer
     is_cached: bool = False
+    compute: "Callable[[BlockBuilder, Tensor, RopeTables, Mixer], Tensor] | None" = None
 
 
 def apply_norm(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.lora_weights import Weights
 from packtrain.models.tensor_shapes import HEAD_BIAS, POSITIONS, unused_weights, weight_shapes
+from packtrain.models.tiled_block import TiledBlocks
 
 ADDING = tuple(f"{name}.weight" for name in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
@@ -299,7 +300,7 @@ class LossOutputs:
 
 def loss(
     config: Config, w: Weights, batch_size: int, time: int, *, chunk: int = 256, num_parts: int = 1,
-    skipped: int = 0, even: bool = False,
+    skipped: int = 0, even: bool = False, num_row_tiles: int = 1,
 ) -> LossOutputs:  # fmt: skip
     """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
@@ -311,13 +312,15 @@ def loss(
                gradients are summed in the order of the rows.
     skipped    positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
     even       every target counts 1, without `weights`: for the gradient of a function of `losses`
+    num_row_tiles  each block processes its rows in this many tiles, see tiled_block
     """
     shape, counted = (batch_size, time), (batch_size, time - skipped)
     if config.lora is not None and config.lora.dropout:
         w = {**w, KEY: input(KEY, (2,), i64)}
     tokens, targets = input("tokens", shape, i32), input("targets", counted, i32)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
-    block_outputs = list(residual_stream_in_parts(config, w, (tokens, pos, seq), num_parts))
+    batch = tokens, pos, seq
+    block_outputs = list(residual_stream_in_parts(config, w, batch, num_parts, num_row_tiles))
     last = block_outputs[-1][0] if num_parts == 1 else ops.concat(block_outputs[-1][::-1], axis=0)
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
@@ -339,7 +342,7 @@ def cross_entropy(
 
 
 def residual_stream_in_parts(
-    config: Config, w: Weights, batch: tuple[Tensor, ...], num_parts: int
+    config: Config, w: Weights, batch: tuple[Tensor, ...], num_parts: int, num_row_tiles: int = 1
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, as parts, the last part first."""
     rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
@@ -349,6 +352,9 @@ def residual_stream_in_parts(
         if num_parts > 1:
             parts = tuple(ops.narrow(x, axis=0, start=start, length=rows_per_part) for x in batch)
         tokens, pos, seq = parts
-        return residual_stream(config, w, tokens, pos, batch_mixer(config, pos, seq), num_tokens)
+        mixer = batch_mixer(config, pos, seq)
+        if num_row_tiles > 1:
+            mixer = replace(mixer, compute=TiledBlocks(mixed, pos, seq, num_row_tiles).compute)
+        return residual_stream(config, w, tokens, pos, mixer, num_tokens)
 
     return zip(*(part_stream(part_index) for part_index in reversed(range(num_parts))), strict=True)

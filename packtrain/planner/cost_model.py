@@ -4,14 +4,13 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from packtrain.engine.ops.costs import Cost
+from packtrain.engine.ops.costs import call_cost, traffic_nbytes
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Call, Tensor
 
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
 CACHE_NBYTES = 1 << 22  # a call with fewer bytes finds them in a cache
-MIN_PARALLEL_NBYTES = 1 << 17  # bytes from which a parallel region pays
 NUM_BALANCED_TASKS = 64  # tasks that keep all threads busy to the end
 # rates of unmeasured kinds of work, as shares of the floating-point operations per second
 SHARES = {
@@ -126,21 +125,3 @@ def call_seconds(
 def idle_factor(tasks: float, threads: int) -> float:
     """Return how much longer equal tasks take than if they kept all threads busy to the end."""
     return 1.0 if tasks >= NUM_BALANCED_TASKS else math.ceil(tasks / threads) * threads / tasks
-
-
-def call_cost(call: Call | KernelStep, read: Collection[Tensor] = ()) -> Cost:
-    """Return the cost that the call's op declares; by default only its memory traffic."""
-    op, attrs = call.op, call.attrs if isinstance(call, Call) else call.call.attrs
-    if op.cost_rule is None:
-        return Cost(num_tasks=math.inf if traffic_nbytes(call, Cost()) > MIN_PARALLEL_NBYTES else 1)
-    outputs = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
-    is_multiple = len(outputs) > 1 or op.writes
-    cost: Cost = op.cost_rule(outputs if is_multiple else outputs[0], *call.inputs, **attrs)
-    return cost
-
-
-def traffic_nbytes(call: Call | KernelStep, cost: Cost) -> float:
-    """Return the bytes that a call moves: those of its cost, else those that it reads and writes."""
-    if cost.nbytes is not None:
-        return cost.nbytes
-    return float(sum([t.spec.nbytes for t in (*call.results, *call.reads)]))

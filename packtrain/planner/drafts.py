@@ -202,8 +202,9 @@ def _cache_key_shape(name: str, shape: StepShape) -> StepShape:
     """Return the shape without fields that do not affect a graph without recomputation, as a cache key."""
     if name == UPDATE:
         key = replace(shape.once, keep=None, evaluate=False, chunk=DEFAULT_CHUNK, layered=False)
-        key = replace(key, micro_batch_size=1, seq_len=1, num_micro_batches=2)
+        key = replace(key, micro_batch_size=1, seq_len=1, num_micro_batches=2, num_row_tiles=1)
         return replace(key, num_evaluations=1, world_size=1)
     if name == EVALUATE:
-        return StepShape(shape.config, shape.micro_batch_size, shape.seq_len, base=shape.base)
+        sizes = shape.micro_batch_size, shape.seq_len
+        return StepShape(shape.config, *sizes, base=shape.base, num_row_tiles=shape.num_row_tiles)
     return replace(shape, keep=None, evaluate=False, chunk=DEFAULT_CHUNK)

@@ -129,7 +129,8 @@ def chain(
     heads = {chunk: partial(with_chunk, chunk=chunk) for chunk in (shape.chunk, *CHUNK_SIZES)}
     offload_mode = checkpointing.NEVER_OFFLOAD if space == HOST else request.offload_mode
     options = reserved, call_nbytes, calls, like, TOGETHER, request.target, space, offload_mode
-    two_pass = shape.num_two_pass_blocks, build_two_pass, heads, shape.chunk
+    saves_input = training_plans.saves_input(shape.once)
+    two_pass = shape.num_two_pass_blocks, build_two_pass, heads, shape.chunk, saves_input
     return BlockChain(build_variant, num_blocks, request.rates, *options, *two_pass)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from packtrain.engine.backends import HOST
+from packtrain.engine.backends import HOST, cpu
 from packtrain.engine.optim import Optimizer, leaner_optimizers
 from packtrain.planner import checkpointing
 from packtrain.planner.block_extrapolation import blocks_match, num_reached_blocks
@@ -94,6 +94,12 @@ class PlanSearch(DraftEstimator):
     def limit(self) -> int:
         return self.request.limits[self.space]
 
+    @property
+    def may_tile(self) -> bool:
+        """Whether blocks may run in tiles of rows: where all that recompute is chosen here, on the CPU alone."""
+        is_cpu = all(backend.name == cpu.name for backend in self.request.target.every)
+        return is_cpu and self.request.recompute == "auto"
+
     # ---- within a limit
 
     def fastest_draft(self, shape: StepShape, limit: int, fixed: bool) -> PlanDraft | None:
@@ -103,9 +109,12 @@ class PlanSearch(DraftEstimator):
             return best_draft
         # offloaded values return for the first backward pass and stay for the second, so offloading would save nothing
         may_repeat = self.request.target.space == HOST or self.request.offload_mode == NEVER_OFFLOAD
-        forms = [v for v in candidates(shape, fixed) if may_repeat or not v.num_two_pass_blocks]
+        variants = candidates(shape, fixed, self.may_tile)
+        forms = [v for v in variants if may_repeat or not v.num_two_pass_blocks]
         queue = [(0.0, index, 0) for index in range(len(forms))]
-        bound_functions = self._repeat_bound, self._step_bound, self._solver_bound
+        bound_functions = (
+            self._tile_bound, self._repeat_bound, self._step_bound, self._solver_bound,
+        )  # fmt: skip
         while queue:
             seconds, index, level = heappop(queue)
             max_seconds = math.inf if best_draft is None else best_draft.seconds
@@ -117,6 +126,14 @@ class PlanSearch(DraftEstimator):
             else:
                 best_draft = self._by_chunk(forms[index], limit, max_seconds, fixed) or best_draft
         return best_draft
+
+    def _tile_bound(self, variant: StepShape, limit: int) -> float:
+        """Return a lower bound of a step's seconds in tiles, which compute every block again; 0 without tiles."""
+        if variant.num_row_tiles == 1:
+            return 0.0
+        n, untiled = num_reached_blocks(variant), replace(variant.once, num_row_tiles=1)
+        recompute_seconds = n * self.chain(untiled).block.forward_seconds if n else 0.0
+        return self.estimate(untiled).seconds + recompute_seconds
 
     def _repeat_bound(self, variant: StepShape, limit: int) -> float:
         """Return a lower bound of a step's seconds if blocks run twice, else 0; inf if no recomputation fits."""
@@ -249,9 +266,11 @@ class PlanSearch(DraftEstimator):
         Estimates come from chains of equal blocks. Where blocks differ, lower limits are tried until nothing fits.
         """
         if blocks_match(shape):
-            return self._or_recompute_all(self.smallest_of(extreme_shapes(shape, fixed)))
+            return self._or_recompute_all(
+                self.smallest_of(extreme_shapes(shape, fixed, self.may_tile))
+            )
         fresh = self.with_fresh_chains()
-        best_draft = fresh.smallest_of(extreme_shapes(shape, fixed))
+        best_draft = fresh.smallest_of(extreme_shapes(shape, fixed, self.may_tile))
         while smaller := fresh.fastest_draft(shape, int(best_draft.nbytes * (1 - SLACK)), fixed):
             best_draft = smaller
         return self._or_recompute_all(best_draft)

@@ -133,6 +133,8 @@ def choice_texts(plans: TrainingPlans) -> list[str]:
     )
     lines += [note] if shape.num_two_pass_blocks else []
     lines += ["micro-batches go through each block in turn"] if shape.layered else []
+    num_tiles = shape.num_row_tiles
+    lines += [f"blocks in {num_tiles} tiles of their rows"] if num_tiles > 1 else []
     lines += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != DEFAULT_CHUNK else []
     return lines
 

@@ -20,13 +20,13 @@ from packtrain.engine import ops
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
-from packtrain.engine.ops.costs import laying, multiply_kind
+from packtrain.engine.ops.costs import call_cost, laying, multiply_kind, traffic_nbytes
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor, input, weight
 from packtrain.kernels.runtime.environment import supports_precision
 from packtrain.planner import cost_model
-from packtrain.planner.cost_model import BackendRates, call_cost, call_seconds, graph_seconds
+from packtrain.planner.cost_model import BackendRates, call_seconds, graph_seconds
 
 # rounds of a call, and seconds after which no further round begins
 MIN_ROUNDS, MAX_ROUNDS, SPENT = 3, 30, 0.04
@@ -150,7 +150,7 @@ def solve_rate(rates: BackendRates, kind: str, step: KernelStep, took: float) ->
         return replace(rates, region=max(took - base_seconds, 0.0))
     left = took - rates.call - rates.region
     if kind in MEMORY_KINDS:
-        rate = cost_model.traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * took)
+        rate = traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * took)
         return replace(rates, cache_nbytes=rate) if kind == "near" else replace(rates, nbytes=rate)
     work_amount = cost.work[kind]
     other_seconds = sum(n / rates.rate_of(k) for k, n in cost.work.items() if k != kind)

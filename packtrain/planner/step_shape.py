@@ -73,6 +73,7 @@ class StepShape:
     base                 the model file that is tuned; None: train a new model
     preference           loss of pairs of answers, at most `max_pairs` in a row; None: loss of the next token
     distill              loss of a teacher's distribution, or of the base's own texts, that is added
+    num_row_tiles        tiles of rows in which a block runs, forward and, recomputed, backward: see models.tiled_block
     """
 
     config: Config
@@ -95,6 +96,7 @@ class StepShape:
     preference: PreferenceLoss | None = None
     max_pairs: int = 0
     distill: DistillationLoss | ReplayLoss | None = None
+    num_row_tiles: int = 1
 
     @property
     def num_passes(self) -> int:

@@ -3,18 +3,34 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from packtrain.models.tiled_block import can_tile
 from packtrain.planner.block_extrapolation import blocks_match, num_reached_blocks
 from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
 
 CHUNK_SIZES = (DEFAULT_CHUNK, 64, 16)
 # most micro-batches of a graph, and most blocks over all of them: building a graph takes time
 PARTS, MAX_GRAPH_BLOCKS = 8, 256
+TILE_ROWS = 256, 64  # rows of a tile
 NUM_TWO_PASS_COUNTS = 16  # how many numbers of blocks that run backward twice are tried
 NUM_UNEVEN_COUNTS = 2  # how many if blocks differ: each number then needs a graph of all blocks
 
 
-def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
+def candidates(
+    shape: StepShape, fixed: bool = False, may_tile: bool = False
+) -> Iterator[StepShape]:
     """Yield shapes that compute the shape's result, except for its chunk; with `fixed`, bit for bit the same result."""
+    for count in tile_counts(shape) if may_tile and not fixed else (shape.num_row_tiles,):
+        yield from _with_micro_batches(replace(shape, num_row_tiles=count), fixed)
+
+
+def tile_counts(shape: StepShape) -> list[int]:
+    """Return the numbers of tiles in which blocks may run: 1, and those of TILE_ROWS rows."""
+    counts = [shape.seq_len // rows for rows in TILE_ROWS if shape.seq_len % rows == 0]
+    return [1, *(count for count in counts if count > 1 and can_tile(shape.config))]
+
+
+def _with_micro_batches(shape: StepShape, fixed: bool) -> Iterator[StepShape]:
+    """Yield the shape in micro-batches, in either order through the blocks, and with blocks that run backward twice."""
     once, is_one_pass = shape.once, not shape.has_separate_update
     clips_norm = shape.max_norm is not None and is_one_pass
     for rows in [shape.micro_batch_size] if fixed else divisors(shape.micro_batch_size):
@@ -43,8 +59,11 @@ def divisors(dividend: int) -> list[int]:
     return [n for n in range(dividend, 0, -1) if dividend % n == 0]
 
 
-def extreme_shapes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
+def extreme_shapes(
+    shape: StepShape, fixed: bool = False, may_tile: bool = False
+) -> list[StepShape]:
     """Return candidates for the least memory: all rows of a step in one micro-batch, or as few as possible."""
-    shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1]), fixed))
+    least_chunk = shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1])
+    shapes = list(candidates(least_chunk, fixed, may_tile))
     extreme_rows = shapes[0].micro_batch_size, shapes[-1].micro_batch_size
     return [s for s in shapes if s.micro_batch_size in extreme_rows and not s.num_two_pass_blocks]

@@ -285,7 +285,8 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
     config = shape.config.still if name == EVALUATE else shape.config
     preference, size = shape.preference, (shape.micro_batch_size * parts, shape.seq_len)
     even = name != EVALUATE and preference is not None
-    loss = transformer.loss(config, weights, *size, even=even, chunk=shape.chunk, num_parts=parts)
+    options = {"chunk": shape.chunk, "num_parts": parts, "num_row_tiles": shape.num_row_tiles}
+    loss = transformer.loss(config, weights, *size, even=even, **options)
     outputs = {"loss": loss.loss}
     if name == EVALUATE:
         outputs |= {"losses": loss.losses, "right": loss.right}
@@ -296,7 +297,9 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
         outputs["loss"] = shape.distill.loss(config, weights, loss, shape.chunk)
     first_reached, inner = passed_over(shape.config, shape.base) * parts, dict[Tensor, Tensor]()
     reached_stream = loss.block_outputs[first_reached:]
-    keep = None if shape.keep is None else shape.keep.tensor_ranks(reached_stream)
+    keep = None
+    if shape.keep is not None:
+        keep = shape.keep.tensor_ranks(reached_stream, with_input=saves_input(shape))
     if name == MICRO:
         sum_share = shape.moment_share if shape.scatters_gradients else None
         graph = optim.accumulation_graph(outputs, trained, keep=keep, inner=inner, share=sum_share)
@@ -307,8 +310,8 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
     else:
         next_blocks = reached_stream[shape.num_two_pass_blocks * parts :][:parts]
         split_pass = (_of_twice(shape, trained), next_blocks) if shape.num_two_pass_blocks else None
-        options = clip | {"two_pass": split_pass}
-        graph = optim.training_graph(outputs, trained, optimizer, keep=keep, inner=inner, **options)
+        clip["two_pass"] = split_pass
+        graph = optim.training_graph(outputs, trained, optimizer, keep=keep, inner=inner, **clip)
     graph.offloaded = frozenset(t for t, rank in (keep or {}).items() if rank == OFFLOADED)
     return BuiltGraph(graph, reached_stream, inner)
 
@@ -318,6 +321,11 @@ def _of_twice(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
     end_block = passed_over(shape.config, shape.base) + shape.num_two_pass_blocks
     prefixes = tuple(f"blk.{block_index}." for block_index in range(end_block))
     return [leaf for leaf in trained if leaf.label.startswith(prefixes)]
+
+
+def saves_input(shape: StepShape) -> bool:
+    """Whether the first reached block's input is saved: where blocks compute it, or a second pass follows updates."""
+    return passed_over(shape.config, shape.base) > 0 or shape.num_two_pass_blocks > 0
 
 
 @cache

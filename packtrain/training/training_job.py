@@ -152,7 +152,7 @@ class TrainingJob:
     def about(self) -> dict[str, Any]:
         """Return what must be equal to resume, as plain data; `sources` only name the files of the checksum `data`.
 
-        Rows, chunk and `layered` fix the order of floating-point additions; recomputation does not change a bit.
+        Rows, chunk, `layered` and tiles fix the order of floating-point additions; recomputation does not change a bit.
         """
         s, shape = self.settings, self.shape
         resumable = resumable_names(type(s))
@@ -162,7 +162,7 @@ class TrainingJob:
             "shuffle_samples": self.train.shuffle_samples, "data": self.fingerprint,
             "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)}, "steps": self.steps,
             "rows": shape.micro_batch_size, "chunk": shape.chunk, "layered": shape.layered, "ranks": shape.world_size,
-            "offloaded": bool(self.offloaded),
+            "tiles": shape.num_row_tiles, "offloaded": bool(self.offloaded),
         }  # fmt: skip
         # values as a checkpoint returns them
         return dict(json.loads(json.dumps(info, default=lambda path: str(path.absolute()))))

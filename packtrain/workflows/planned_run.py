@@ -303,7 +303,7 @@ def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJ
 
 
 def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
-    """Return the shape with the checkpoint's micro-batch and chunk, which fix the order of floating-point additions."""
+    """Return the shape with the checkpoint's micro-batch, chunk and tiles, which fix the order of additions."""
     rows = int(checkpoint_info.get("rows", shape.micro_batch_size))
     chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.micro_batch_size * shape.num_micro_batches) % rows:
@@ -312,7 +312,7 @@ def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepSh
     layered = bool(checkpoint_info.get("layered", False))
     return replace(
         shape, micro_batch_size=rows, num_micro_batches=micros, chunk=chunk,
-        layered=layered and not shape.has_separate_update,
+        layered=layered and not shape.has_separate_update, num_row_tiles=int(checkpoint_info.get("tiles", 1)),
     )  # fmt: skip
 
 

@@ -12,10 +12,9 @@ from packtrain.devtools.bench.timing import CLOCK, Clock
 from packtrain.devtools.bench.training import TrainingBench
 from packtrain.dtypes import f32
 from packtrain.engine.executor import Executor
-from packtrain.engine.ops.costs import Cost
+from packtrain.engine.ops.costs import Cost, call_cost, traffic_nbytes
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Tensor
-from packtrain.planner.cost_model import call_cost, traffic_nbytes
 
 # floating-point operations per unit of work, see ops.costs.Cost; ops that only move values have none
 FLOPS = {"multiply": 2.0, "attend": 2.0, "attend back": 2.0, "exp": 16.0}

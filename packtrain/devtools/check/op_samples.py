@@ -8,6 +8,7 @@ import numpy as np
 
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, bf16, f16, f32
 from packtrain.engine import optim as optim  # registers its ops, which are checked, too
+from packtrain.engine import row_tiles as row_tiles  # as well
 from packtrain.engine.graph import Graph
 from packtrain.engine.tensor import OPS, Call, GraphError, Tensor, input, state, weight
 from packtrain.kernels.quant.quantized_arrays import dequantize, quantize

@@ -5,8 +5,9 @@ repeated here, because importing them needs numba and planning does not; a test 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from packtrain.dtypes import Dtype, f32
 from packtrain.engine.tensor import Tensor
@@ -26,6 +27,7 @@ MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
 # of the head in bf16 by AMX's tiles: most columns, chunks and rows taken at once, and steps of a tile
 MAX_TILED_COLUMNS, MAX_TILED_CHUNKS, MOST_ROWS, TILE_STEPS = 2048, 4, 4096, 32
 EXPERT_TASK_COLUMNS = 128  # columns of an expert's task
+MIN_PARALLEL_NBYTES = 1 << 17  # bytes from which a parallel region pays
 MIN_PARALLEL_VALUES = 1 << 14  # below this many elements a parallel region does not pay
 
 CostRule = Callable[..., "Cost"]
@@ -49,6 +51,27 @@ class Cost:
     num_tasks: float = math.inf
     is_causal: bool = False
     only_targets: bool = False
+
+
+def call_cost(call: Any, read: Collection[Tensor] = ()) -> Cost:
+    """Return the cost that the op of a Call or KernelStep declares; by default only its memory traffic.
+
+    read  tensors that some step reads: optional results are only computed if they are among them
+    """
+    op = call.op
+    if op.cost_rule is None:
+        return Cost(num_tasks=math.inf if traffic_nbytes(call, Cost()) > MIN_PARALLEL_NBYTES else 1)
+    outputs = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
+    is_multiple = len(outputs) > 1 or op.writes
+    cost: Cost = op.cost_rule(outputs if is_multiple else outputs[0], *call.inputs, **call.attrs)
+    return cost
+
+
+def traffic_nbytes(call: Any, cost: Cost) -> float:
+    """Return the bytes that a Call or KernelStep moves: those of its cost, else those that it reads and writes."""
+    if cost.nbytes is not None:
+        return cost.nbytes
+    return float(sum([t.spec.nbytes for t in (*call.results, *call.reads)]))
 
 
 def multiplied(m: int, n: int, k: float) -> float:

@@ -32,15 +32,16 @@ class BlockCosts:
     together         how many strategies are measured in one chain; 1 if not all blocks are alike
     space            memory space whose bytes count; by default the arena's
     offload_mode     whether a block may, or must, offload saved values to the process's memory
+    saves_input      whether the input of the first block is saved, too
     is_two_pass      all blocks run backward twice: saved values stay through the first pass, which is measured
     """
 
     def __init__(
         self, build: BuildGraph, rates: BackendRates, reserved_nbytes: tuple[int, int] = (0, 0), together: int = 1,
         target: Target = CPU, space: str | None = None, offload_mode: int = saved_values.NEVER_OFFLOAD,
-        is_two_pass: bool = False,
+        is_two_pass: bool = False, saves_input: bool = True,
     ) -> None:  # fmt: skip
-        self.is_two_pass = is_two_pass
+        self.saves_input, self.is_two_pass = saves_input, is_two_pass
         self.build, self.rates, self.together, self.target = build, rates, together, target
         self.space, self.offload_mode = space or target.space, offload_mode
         self.reserve, self.head_reserve = reserved_nbytes
@@ -211,9 +212,9 @@ class BlockCosts:
         live_curve = LiveByteCurve(placed, self.space)
         step_ranges = middle_blocks.backward_steps(placed, built_graph, self.num_parts)
         saved_sizes = list(map(self.saved, inner))
-        total_nbytes = sum(saved_sizes) + (len(inner) + 1) * self.stream_nbytes
+        total_nbytes = sum(saved_sizes) + (len(inner) + self.saves_input) * self.stream_nbytes
         for i, strategy in enumerate(inner):
-            earlier_nbytes = sum(saved_sizes[: i + 1]) + (i + 1) * self.stream_nbytes
+            earlier_nbytes = sum(saved_sizes[: i + 1]) + (i + self.saves_input) * self.stream_nbytes
             other_nbytes = (total_nbytes if self.is_two_pass else earlier_nbytes) - saved_sizes[i]
             if not 0 < i < len(inner) - 1:
                 continue

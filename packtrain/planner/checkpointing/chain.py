@@ -66,6 +66,7 @@ class BlockChain:
     num_two_pass_blocks   number of first blocks that run backward twice; in graphs of `build_two_pass` all do
     head_setters          by chunk: functions that give a placed graph the loss head of a chain that is `like` this one
     head_chunk            the chunk of this chain's loss head
+    saves_input           whether the input of the first block is saved; else it is looked up again
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class BlockChain:
         call_nbytes: int = 0, calls: int = 0, like: "BlockChain | None" = None, strategies_per_graph: int = 1,
         target: Target = CPU, space: str | None = None, offload_mode: int = saved_values.NEVER_OFFLOAD,
         num_two_pass_blocks: int = 0, build_two_pass: BuildGraph | None = None,
-        head_setters: Mapping[int, HeadSetter] = {}, head_chunk: int = 0,
+        head_setters: Mapping[int, HeadSetter] = {}, head_chunk: int = 0, saves_input: bool = True,
     ) -> None:  # fmt: skip
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
         self.num_two_pass_blocks = num_two_pass_blocks
@@ -81,8 +82,9 @@ class BlockChain:
         self.build, self.count, self.like = build, count, like
         self.head_setters, self.head_chunk = head_setters, head_chunk
         strategies_per_graph = max(min(count - 2, strategies_per_graph), MIN_STRATEGIES_PER_GRAPH)
+        self.saves_input = saves_input
         cost_options = strategies_per_graph, target, space, offload_mode
-        self.block = BlockCosts(build, rates, reserved_nbytes, *cost_options)
+        self.block = BlockCosts(build, rates, reserved_nbytes, *cost_options, False, saves_input)
         self.two_pass_costs = BlockCosts(
             build_two_pass or build, rates, (0, reserved_nbytes[1]), *cost_options, is_two_pass=True
         )
@@ -113,7 +115,7 @@ class BlockChain:
         built = self.build(NUM_HEAD_BLOCKS, uniform_choice(NUM_HEAD_BLOCKS, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.num_parts)[NUM_HEAD_BLOCKS - 1]
-        stream_nbytes = (NUM_HEAD_BLOCKS + 1) * self.block.stream_nbytes
+        stream_nbytes = (NUM_HEAD_BLOCKS + self.block.saves_input) * self.block.stream_nbytes
         return {
             head: LiveByteCurve(headed(placed), self.space).max_nbytes(0, first - 1) - stream_nbytes
             for head, headed in self.head_setters.items()
@@ -140,6 +142,11 @@ class BlockChain:
             planned = PlannedChoice(choice, arena, nbytes, seconds, len(recomputed))
             self.planned_choices[choice] = planned
         return self.planned_choices[choice]
+
+    @property
+    def _input_nbytes(self) -> int:
+        """Bytes of the first block's input that are saved."""
+        return self.block.stream_nbytes if self.saves_input or self.num_two_pass_blocks else 0
 
     @property
     def _all_calls_nbytes(self) -> int:
@@ -223,7 +230,7 @@ class BlockChain:
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
             options = block.bare_options if keep_nothing else block.options
-            return ChainSolver(block, count, head_work, options, nbytes)
+            return ChainSolver(block, count, head_work, options, nbytes, self._input_nbytes)
 
         later_solver = of(self.block, self.count - self.num_two_pass_blocks, self.head_work)
         if not self.num_two_pass_blocks:
@@ -239,14 +246,14 @@ class BlockChain:
             return 0
         block = self.block
         if not gradients_wait:
-            return block.stream_nbytes + self.two_pass_costs.min_work_nbytes
+            return self.two_pass_costs.min_work_nbytes
         block_position = max(num_two_pass_blocks + 1, 2)
         num_later = self.count - block_position
         candidates = [block.min_work_nbytes + num_later * block.reserve] if num_later >= 0 else []
         if num_two_pass_blocks:
             waiting_nbytes = (self.count - num_two_pass_blocks) * block.reserve
             candidates.append(self.two_pass_costs.min_work_nbytes + waiting_nbytes)
-        return block.stream_nbytes + block.head_reserve + max(candidates)
+        return self._input_nbytes + block.head_reserve + max(candidates)
 
     @cached_property
     def smallest_choice(self) -> "SmallestChoice":

@@ -93,11 +93,13 @@ class ChainSolver:
 
     def __init__(
         self, block: BlockCosts, count: int, head_work: int, options: Sequence[BlockOption], max_nbytes: int,
+        input_nbytes: int,
     ) -> None:  # fmt: skip
         self.block, self.count = block, count
         self.max_nbytes, self.slot_nbytes = max_nbytes, max(max_nbytes / NUM_SLOTS, 1.0)
         self.num_slots = int(max_nbytes / self.slot_nbytes)
         self.stream_slots = self._slots(block.stream_nbytes)
+        self.input_slots = self._slots(input_nbytes)
         self.reserve = self._slots(block.reserve)
         self.head_slots, self.head_reserve = self._slots(head_work), self._slots(block.head_reserve)
         self.options = undominated(options)
@@ -157,7 +159,7 @@ class ChainSolver:
 
     def chain_slots(self, nbytes: int) -> int:
         """Return the slots of `nbytes` that remain beside the chain's input."""
-        return min(int(nbytes / self.slot_nbytes), self.num_slots) - self.stream_slots
+        return min(int(nbytes / self.slot_nbytes), self.num_slots) - self.input_slots
 
     def add_moves(self, block_run: BlockRun, builder: ChoiceBuilder) -> None:
         """Trace the table back and add the best options and splits of a run of blocks to the builder."""
@@ -195,7 +197,7 @@ class ChainSolver:
     def least_of(self, slot_row: np.ndarray) -> int:
         """Return the fewest bytes at which a row of the table is finite."""
         fitting = np.flatnonzero(np.isfinite(slot_row))
-        min_slots = int(fitting[0]) + self.stream_slots if len(fitting) else self.num_slots
+        min_slots = int(fitting[0]) + self.input_slots if len(fitting) else self.num_slots
         return min(math.ceil((min_slots + 0.5) * self.slot_nbytes), self.max_nbytes)
 
 

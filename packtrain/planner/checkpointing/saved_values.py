@@ -41,17 +41,21 @@ class RecomputeChoice:
         moved_inner = (offload_ranks(inner, with_input=rank == 0) for rank, inner in blocks)
         return RecomputeChoice(self.stream, (*moved_inner, last_block[1]))
 
-    def tensor_ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
-        """Return ranks of tensors for the stream of a new graph; values before the first block are saved.
+    def tensor_ranks(self, stream: Sequence[Tensor], with_input: bool = True) -> dict[Tensor, int]:
+        """Return ranks of tensors for the stream of a new graph; what blocks share is saved.
 
+        The stream's first value is saved `with_input`; else, as embeddings, it is looked up again just before use.
         If blocks process their rows in parts, the stream has a value for each part, and all parts save equally.
         """
         num_parts = len(stream) // len(self.stream)
         split = split_calls(stream)
-        ranks = {t: 0 for calls in split[:num_parts] for call in calls for t in call.results}
+        first_calls = split[:num_parts] if with_input else []
+        ranks = {t: 0 for calls in first_calls for call in calls for t in call.results}
         ranks |= dict.fromkeys(_shared_values(split), 0)
         for at, t in enumerate(stream):
             ranks[t] = self.stream[at // num_parts]
+        for t in () if with_input else stream[:num_parts]:
+            del ranks[t]
         for at, values in enumerate(by_place([inner_values(calls) for calls in split[num_parts:]])):
             for place, rank in self.inner[at // num_parts]:
                 if place < len(values):  # where blocks differ, some have fewer values

@@ -1,0 +1,96 @@
+"""Blocks in tiles of their rows: the same gradients in less memory, and only where the budget needs them."""
+
+from dataclasses import replace
+
+import pytest
+
+import packtrain as pt
+from packtrain.engine import backends
+from packtrain.engine.memory_plan import verify
+from packtrain.engine.optim import AdamW
+from packtrain.engine.row_tiles import in_tiles
+from packtrain.planner.checkpointing import uniform_choice
+from packtrain.planner.plan_search import find_fastest_shape, smallest
+from packtrain.planner.plan_table import choice_texts
+from packtrain.planner.step_variants import tile_counts
+from packtrain.planner.training_plans import STEP, build_graph, make_plans
+from packtrain.workflows.planned_run import resume_shape
+from tests import tile_checks
+from tests.architectures import CONFIGS
+from tests.search_checks import REQUEST, SHAPE
+
+LONG = replace(SHAPE, config=replace(SHAPE.config, block_count=4), seq_len=512, max_norm=None)
+TILED = replace(LONG, num_row_tiles=8)
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_of_whole_blocks(name, is_lora):
+    tile_checks.check_gradients(name, is_lora)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama experts", "phi3"])
+def test_gradients_of_adapters_on_a_quantized_base(name):
+    tile_checks.check_gradients(name, is_lora=True, dtype="q4_K")
+
+
+def test_plans_of_tiles_are_verified_inside_and_outside():
+    plans = make_plans(TILED, AdamW())
+    for plan, placed in zip(plans.plans.values(), plans.placed_graphs.values(), strict=True):
+        verify(plan, placed)
+    assert (
+        tile_checks.check_programs(plans.placed_graphs[STEP].graph) == 4 * TILED.config.block_count
+    )
+
+
+def test_a_tile_needs_a_share_of_the_memory():
+    """Of the inner values; residual stream, keys and values are those of all rows."""
+    shape = replace(LONG, seq_len=2048, keep=uniform_choice(LONG.config.block_count, ()))
+    untiled, *tiled = (
+        make_plans(replace(shape, num_row_tiles=count), AdamW()).arena_nbytes
+        for count in (1, 8, 32)
+    )
+    assert untiled > tiled[0] > tiled[1]
+
+
+def test_a_search_takes_tiles_only_where_the_budget_needs_them():
+    untiled, tiled = (REQUEST.peak_nbytes(make_plans(shape, AdamW())) for shape in (LONG, TILED))
+    assert find_fastest_shape(LONG, REQUEST.with_limit(untiled)).shape.num_row_tiles == 1
+    smallest_shape = smallest(LONG, REQUEST)
+    min_nbytes = REQUEST.peak_nbytes(make_plans(smallest_shape, AdamW()))
+    answer = find_fastest_shape(LONG, REQUEST.with_limit(min_nbytes))
+    assert min_nbytes < tiled < untiled
+    assert (
+        answer.is_within_limits and answer.shape.num_row_tiles == smallest_shape.num_row_tiles == 8
+    )
+    plans = make_plans(answer.shape, AdamW())
+    assert REQUEST.peak_nbytes(plans) <= min_nbytes
+    assert "blocks in 8 tiles of their rows" in choice_texts(plans)
+
+
+@pytest.mark.parametrize(
+    "request_", [replace(REQUEST, recompute="blocks"), replace(REQUEST, target=backends.Target((backends.numpy,)))]
+)  # fmt: skip
+def test_tiles_are_of_the_cpu_and_of_recompute_auto(request_):
+    assert smallest(LONG, request_).num_row_tiles == 1
+
+
+def test_tiles_have_equally_many_rows_and_no_dropout():
+    assert tile_counts(LONG) == [1, 2, 8] and tile_counts(replace(LONG, seq_len=128)) == [1, 2]
+    assert tile_counts(replace(LONG, seq_len=500)) == [1]
+    for lora in (replace(tile_checks.LORA, dropout=0.1), replace(tile_checks.LORA, aware=True)):
+        assert tile_counts(replace(LONG, config=replace(LONG.config, lora=lora))) == [1]
+    x = pt.input("x", (1, 10, 4))
+    with pytest.raises(pt.GraphError, match="a multiple of 3"):
+        in_tiles(lambda tiles, wholes: [pt.sqr(tiles[0])], [x], {}, 3)
+
+
+def test_a_resumed_run_keeps_its_tiles():
+    """They fix the order of additions; runs that began before there were tiles have none."""
+    about = {"rows": 1, "chunk": 64, "layered": False, "tiles": 8}
+    assert resume_shape(LONG, about).num_row_tiles == 8
+    fixed = replace(REQUEST.with_limit(1 << 20), fixed=True)
+    assert find_fastest_shape(resume_shape(LONG, about), fixed).shape.num_row_tiles == 8
+    del about["tiles"]
+    assert resume_shape(TILED, about).num_row_tiles == 1
+    assert build_graph(STEP, LONG, AdamW()).graph.calls

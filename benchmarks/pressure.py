@@ -85,7 +85,7 @@ def command(rng: random.Random, folder: Path, base: Path, adapter: Path) -> list
     output = ["-o", str(folder / "out.gguf"), "--overwrite"]
     steps = ["--iters", "1", "--no-tensorboard", "--check-answers", "0"]
     kind = rng.choice((
-        "finetune", "finetune", "train", "plan", "imatrix", "quantize", "merge", "choose"
+        "finetune", "finetune", "train", "plan", "imatrix", "quantize", "merge", "choose", "eval"
     ))  # fmt: skip
     if kind == "train":
         steps = [*steps[:3], "--preset", "1m", "--vocab-size", "300", "--ctx", "64"]
@@ -95,6 +95,8 @@ def command(rng: random.Random, folder: Path, base: Path, adapter: Path) -> list
         return [kind, str(base), "--data", data, "--ctx", "128", *steps, *output]
     if kind == "plan":
         return [kind, "finetune", str(base), "--data", data, "--ctx", "128", *steps, *output]
+    if kind == "eval":
+        return [kind, str(base), "--data", data, "--ctx", "64"]
     if kind == "imatrix":
         return [kind, str(base), "--data", data, "--tokens", "2000", *output]
     if kind == "merge":

@@ -242,7 +242,13 @@ def test_a_stream_of_a_response_has_the_events_of_each_item(api):
 def test_a_response_that_is_cut_is_incomplete(api):
     answer = response(api, max_output_tokens=1)
     assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
-    assert [*response(api, max_output_tokens=1, stream=True)][-1].type == "response.incomplete"
+    events = [*response(api, max_output_tokens=1, stream=True)]
+    assert events[-1].type == "response.incomplete"
+    (done,) = (event.item for event in events if event.type == "response.output_item.done")
+    (streamed,), (item,) = events[-1].response.output, answer.output
+    assert done.status == streamed.status == item.status == "incomplete"
+    full_answer = response(api, **answer_of(THOUGHT))
+    assert [item.status for item in full_answer.output] == ["completed"] * 2
 
 
 def test_a_function_is_called_and_its_output_read(api):

@@ -252,6 +252,15 @@ def test_tags_and_verbose_answers_are_those_of_the_flags(api):
     assert "prompt" in post(api, "/v1/chat/completions", **body).json()["__verbose"]
 
 
+@pytest.mark.parametrize(("number", "name"), [(15, "Q4_K_M"), (0, "F32"), (9999, "F32")])
+def test_the_type_is_the_one_that_the_file_names(api, monkeypatch, number: int, name: str):
+    """A small model of Q4_K_M has most of its weights in an embedding of another type."""
+    file_type = MetadataValue("u32", number)
+    monkeypatch.setitem(api.server.model.gguf.values, "general.file_type", file_type)
+    assert httpx.get(f"{api.address}/props").json()["model_ftype"] == name
+    assert httpx.get(f"{api.address}/v1/models").json()["data"][0]["meta"]["ftype"] == name
+
+
 def test_metrics_say_when_the_server_started(api, monkeypatch):
     monkeypatch.setattr(api.server, "has_metrics", True)
     metrics_headers = httpx.get(f"{api.address}/metrics").headers

@@ -28,6 +28,7 @@ class BlocksFormat:
         self._chat = ChatCompletionFormat(model, tokenizer, request)
         self._kind, self._text = "", ""  # of the block that is being written
         self._num_blocks = 0
+        self._is_cut = False  # whether the last text ends at the limit of tokens
 
     # ---- written by subclasses
 
@@ -59,8 +60,10 @@ class BlocksFormat:
 
     def end_events(self, number: int, end: AnswerEnd) -> list[JsonObject]:
         chunks = self._chat.end_events(number, end)
-        events = [*self._block_events(chunks), *self._end_block()]
-        return [*events, *self.last_events(chunks[-1]["choices"][0]["finish_reason"], end)]
+        events = [*self._block_events(chunks)]
+        finish_word = chunks[-1]["choices"][0]["finish_reason"]
+        self._is_cut = finish_word == "length"
+        return [*events, *self._end_block(), *self.last_events(finish_word, end)]
 
     def close_events(self, counts: Sequence[TokenCounts]) -> list[JsonObject]:
         return []

@@ -156,12 +156,9 @@ class ChatCompletionFormat(TextCompletionFormat):
         self._leading = request.words_prefix
         self._shown = [StopTextFilter(call_openings) for _ in request.jobs]
         self._texts = [""] * len(request.jobs)
-        starts_thinking = request.starts_thinking
-        self._thoughts = (
-            None
-            if starts_thinking is None
-            else [ReasoningSplitter(starts_thinking, request.think_marks) for _ in request.jobs]
-        )
+        thinks, marks = request.starts_thinking, request.think_marks
+        splitters = [ReasoningSplitter(bool(thinks), marks) for _ in request.jobs]
+        self._thoughts = None if thinks is None else splitters
 
     def _response_head(self, object_type: str) -> JsonObject:
         warnings = self._request.warnings

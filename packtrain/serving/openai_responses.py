@@ -200,7 +200,8 @@ class ResponsesFormat(BlocksFormat):
         return self._event(f"{part_of(kind, '')['type']}.delta", **fields, **logprobs_of(kind))
 
     def block_end(self, kind: str, text: str, call: JsonObject) -> Iterator[JsonObject]:
-        item = item_of(kind, call or text, self._item_id, "completed")
+        status = "incomplete" if self._is_cut else "completed"
+        item = item_of(kind, call or text, self._item_id, status)
         self._items.append(item)
         if kind == CALL:
             fields = {"name": item["name"], "arguments": item["arguments"]}
@@ -219,6 +220,8 @@ class ResponsesFormat(BlocksFormat):
         self, blocks: Sequence[tuple[str, Any]], finish_word: str, end: AnswerEnd
     ) -> JsonObject:
         self._items = [item_of(*block, new_item_id(block[0]), "completed") for block in blocks]
+        if finish_word == "length" and blocks and blocks[-1][0] != CALL:
+            self._items[-1]["status"] = "incomplete"
         return self._finished_response(finish_word, end)
 
     def _finished_response(self, finish_word: str, end: AnswerEnd) -> JsonObject:
@@ -262,7 +265,7 @@ def logprobs_of(kind: str) -> JsonObject:
 
 def item_of(kind: str, content: Any, item_id: str, status: str) -> JsonObject:
     """Return an item of `output` with its text, or with its call in the shape of chats; one in progress is empty."""
-    is_done = status == "completed"
+    is_done = status != "in_progress"
     if kind == CALL:
         function = content["function"]
         return {
@@ -271,10 +274,7 @@ def item_of(kind: str, content: Any, item_id: str, status: str) -> JsonObject:
             "status": status,
         }  # fmt: skip
     parts = [part_of(kind, content)] if is_done else []
+    fields: JsonObject = {"type": "message", "role": "assistant"}
     if kind == THOUGHT:
-        return {
-            "type": "reasoning", "id": item_id, "summary": [], "content": parts, "status": status
-        }  # fmt: skip
-    return {
-        "type": "message", "id": item_id, "status": status, "role": "assistant", "content": parts
-    }  # fmt: skip
+        fields = {"type": "reasoning", "summary": []}
+    return fields | {"id": item_id, "content": parts, "status": status}

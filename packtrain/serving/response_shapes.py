@@ -98,6 +98,11 @@ class HttpRefusal(RuntimeError):
         self.code = code
 
 
+def missing_flag(feature: str, flag: str) -> HttpRefusal:
+    """Return the refusal of a request that only a server with another flag can serve."""
+    return HttpRefusal(501, f"This server does not support {feature}. Start it with `{flag}`")
+
+
 def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
     """Return the JSON body of an error."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]

@@ -3,12 +3,14 @@
 import math
 import re
 import time
+from collections import Counter
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from packtrain.common.errors import InputError
+from packtrain.models.quant_recipe import MIXES
 from packtrain.serving import anthropic_messages, openai_responses, request_parsing
 from packtrain.serving.embedding_requests import llama_embedding, openai_embeddings
 from packtrain.serving.event_stream import make_response
@@ -20,7 +22,7 @@ from packtrain.serving.openai_completions import ChatCompletionFormat, TextCompl
 from packtrain.serving.prometheus_metrics import metrics_text
 from packtrain.serving.request_parsing import OpenAIRequest
 from packtrain.serving.reranking import rerank
-from packtrain.serving.response_shapes import FINGERPRINT, HttpRefusal
+from packtrain.serving.response_shapes import FINGERPRINT, HttpRefusal, missing_flag
 from packtrain.serving.server_state import Server
 from packtrain.serving.slots import SlotAnswer
 from packtrain.serving.tool_calls import RequestTools
@@ -180,7 +182,7 @@ def describe_model(server: Server) -> dict[str, Any]:
         "vocab_type": VOCAB_TYPES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0), "n_vocab": config.vocab_size,
         "n_ctx": server.engine.max_seq_tokens, "n_ctx_train": config.context_length, "n_embd": config.embedding_length,
         "n_params": sum(math.prod(tensor_entry.shape) for tensor_entry in gguf.entries.values()),
-        "size": sum(tensor_entry.nbytes for tensor_entry in gguf.entries.values()), "ftype": file_type(server),
+        "size": sum(tensor_entry.nbytes for tensor_entry in gguf.entries.values()), "ftype": weight_type(server),
     }  # fmt: skip
     return {
         "id": server.name, "object": "model", "created": int(server.start_time), "owned_by": "packtrain",
@@ -188,13 +190,14 @@ def describe_model(server: Server) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def file_type(server: Server) -> str:
-    """Return the element type that most of the weights have."""
-    sizes = dict[str, int]()
-    for tensor_entry in server.model.gguf.entries.values():
-        type_name = str(tensor_entry.dtype).upper()
-        sizes[type_name] = sizes.get(type_name, 0) + math.prod(tensor_entry.shape)
-    return max(sizes, key=sizes.__getitem__)
+def weight_type(server: Server) -> str:
+    """Return the type that the file says it is written in, such as Q4_K_M, else that of most of its weights."""
+    gguf, sizes = server.model.gguf, Counter[str]()
+    for tensor_entry in gguf.entries.values():
+        sizes[str(tensor_entry.dtype).upper()] += math.prod(tensor_entry.shape)
+    file_type = gguf.metadata.get("general.file_type")
+    type_names = (name for name, mix in MIXES.items() if mix.file_type == file_type)
+    return next(type_names, max(sizes, key=sizes.__getitem__))
 
 
 def get_props(server: Server, request: Request) -> Any:
@@ -204,7 +207,7 @@ def get_props(server: Server, request: Request) -> Any:
     return {
         "default_generation_settings": {"params": params, "n_ctx": server.engine.max_seq_tokens},
         "total_slots": len(server.engine.slots), "model_alias": server.name, "model_path": server.model.gguf.path.name,
-        "model_hash": server.model_hash, "model_ftype": file_type(server),
+        "model_hash": server.model_hash, "model_ftype": weight_type(server),
         "modalities": {"vision": False, "video": False, "audio": False}, "endpoint_slots": server.has_slots,
         "endpoint_props": False, "endpoint_metrics": server.has_metrics, "ui": server.has_page, "is_sleeping": False,
         "chat_template": server.template_source,
@@ -219,9 +222,7 @@ def get_props(server: Server, request: Request) -> Any:
 
 def get_slots(server: Server, request: Request) -> Any:
     if not server.has_slots:
-        raise HttpRefusal(
-            501, "This server does not support slots endpoint. Start it with `--slots`"
-        )
+        raise missing_flag("slots endpoint", "--slots")
     server_slots = server.engine.slots
     if "fail_on_no_slot" in request.query_params and all(slot.answer for slot in server_slots):
         raise HttpRefusal(503, "no slot available")
@@ -249,9 +250,7 @@ def slot_activity(slot_answer: SlotAnswer) -> dict[str, Any]:
 
 def get_metrics(server: Server, request: Request) -> Response:
     if not server.has_metrics:
-        raise HttpRefusal(
-            501, "This server does not support metrics endpoint. Start it with `--metrics`"
-        )
+        raise missing_flag("metrics endpoint", "--metrics")
     headers = {"Process-Start-Time-Unix": str(int(server.start_time))}
     text = metrics_text(server.engine)
     return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4")
@@ -287,9 +286,7 @@ def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
     if action not in ("save", "restore"):
         raise InputError("action must be save, restore or erase")
     if server.slots_folder is None:
-        raise HttpRefusal(
-            501, "This server does not support slots action. Start it with `--slot-save-path`"
-        )
+        raise missing_flag("slots action", "--slot-save-path")
     file_name = body.text("filename")
     if not FILE_NAME.fullmatch(file_name):
         raise InputError(

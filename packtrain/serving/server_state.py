@@ -27,7 +27,7 @@ from packtrain.models.model_file import ModelFile
 from packtrain.serving.engine_thread import ServingEngine
 from packtrain.serving.generation_jobs import AnswerEnd, GenerationJob, JobEvent, ServerBusy
 from packtrain.serving.reasoning_text import AUTO, thinking_marks
-from packtrain.serving.response_shapes import HttpRefusal
+from packtrain.serving.response_shapes import HttpRefusal, missing_flag
 from packtrain.serving.stored_responses import StoredResponses
 from packtrain.serving.tool_call_styles import ToolCallStyle, detect_style
 
@@ -204,9 +204,7 @@ class Server:
         """
         embedder = self.embedder
         if embedder is None:
-            raise HttpRefusal(
-                501, "This server does not support embeddings. Start it with `--embeddings`"
-            )
+            raise missing_flag("embeddings", "--embeddings")
         max_tokens = embedder.cache.num_cells
         for ids in texts:
             if len(ids) > max_tokens:

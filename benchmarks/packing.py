@@ -31,13 +31,14 @@ from packtrain.common.files import atomic_file, check_writable, require_existing
 from packtrain.engine.memory_plan import size_text
 from packtrain.engine.memory_plan.lifetimes import storage_lifetimes
 from packtrain.engine.optim import AdamW, training_graph
-from packtrain.engine.packing import Packing, find_overlap, lower_bound, packing_height, packings
+from packtrain.engine.packing import Packing, lower_bound, packing_height, packings
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Call, Tensor
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from tests.online import best_fit
+from tests.overlap import find_overlap
 
 PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"
 COLUMNS = ("id", "lower", "upper", "size")

@@ -20,7 +20,6 @@ from packtrain.engine.optim import AdamW, training_graph
 from packtrain.engine.packing import (
     Packing,
     exact,
-    find_overlap,
     lower_bound,
     pack,
     packing_height,
@@ -29,6 +28,7 @@ from packtrain.engine.packing import (
 from packtrain.engine.packing.exact import SearchClock
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
+from tests.overlap import find_overlap
 
 PACK_MODULE = importlib.import_module(
     "packtrain.engine.packing.pack"

@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks import packing as benchmark
 from packtrain import kernels
-from packtrain.engine.packing import Packing, exact, find_overlap, packing_height, packings
+from packtrain.engine.packing import Packing, exact, packing_height, packings
 from packtrain.engine.packing.exact import SearchClock
 from packtrain.engine.packing.pack import peak_alive_nbytes, shelves
+from tests.overlap import find_overlap
 from tests.test_packing import EXAMPLE, Problem, hard_problem, last_packing, pairs_apart, problem
 
 

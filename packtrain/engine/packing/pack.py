@@ -2,7 +2,7 @@
 
 `pack` returns offsets; `packings` yields better and better ones, each with its certificate, until the caller
 stops. Intervals are half-open, sizes multiples of the alignment, offsets count from zero and are multiples of the
-sizes' greatest common divisor. `find_overlap` checks any offsets. An example with five buffers [start, end) size:
+sizes' greatest common divisor. An example with five buffers [start, end) size:
 
     A [0, 4) 1    B [4, 6) 3    C [2, 4) 2    D [0, 3) 1    E [3, 6) 2
     lower bound     A, C and E are alive at step 3: no packing needs less than 1 + 2 + 2 = 5
@@ -15,7 +15,6 @@ sizes' greatest common divisor. `find_overlap` checks any offsets. An example wi
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -112,26 +111,6 @@ def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
 def packing_height(size: Ints, offsets: Ints) -> int:
     """Return the end of the highest buffer, in bytes."""
     return int((offsets + size).max()) if len(size) else 0
-
-
-def find_overlap(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
-    """Return two buffers that share a byte at one time, or None. Shares no code with the packers."""
-    bottoms, tops = offsets.tolist(), (offsets + size).tolist()
-    start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
-    end_events = [(t, 0, i) for i, t in enumerate(end.tolist())]
-    lows: list[int] = []  # of alive buffers, which do not overlap: sorted, and so are their tops
-    alive_buffers: list[int] = []
-    for _, is_start, i in sorted(start_events + end_events):
-        position = bisect_left(lows, bottoms[i])
-        if not is_start:
-            del lows[position], alive_buffers[position]
-            continue
-        for j in alive_buffers[max(position - 1, 0) : position + 1]:
-            if bottoms[i] < tops[j] and bottoms[j] < tops[i]:
-                return j, i
-        lows.insert(position, bottoms[i])
-        alive_buffers.insert(position, i)
-    return None
 
 
 # ---- heuristics ----------------------------------------------------------------------------------------------

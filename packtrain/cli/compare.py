@@ -11,6 +11,7 @@ from packtrain.cli.comparison_page import comparison_page
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.errors import printable
 from packtrain.common.files import check_writable, write_text
+from packtrain.common.text import aligned
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.comparison import ComparedModel, CompareSettings, ComparisonResult, compare
 from packtrain.workflows.tool_call_scores import call_shares
@@ -109,9 +110,7 @@ def table_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iter
         [*column_texts],
         *([make(subject) for make in column_texts.values()] for subject in comparison.subjects),
     ]
-    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
-    for row in table_rows:
-        yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(table_rows)
 
 
 def example_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Wording of messages: plurals, "did you mean", and whether to use colour."""
+"""Wording of messages: plurals, "did you mean", tables, and whether to use colour."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from typing import TextIO
 
@@ -25,6 +25,14 @@ def did_you_mean(typed: str, candidates: Collection[str]) -> str:
     prefixed = sorted((name for name in names if stripped and name.startswith(stripped)), key=len)
     matches = prefixed or get_close_matches(stripped, [*names], n=1, cutoff=0.65)
     return f"; did you mean {names[matches[0]]}?" if matches else ""
+
+
+def aligned(rows: Sequence[Sequence[str]], right_columns: Collection[int] = ()) -> Iterator[str]:
+    """Yield rows as lines whose columns are two spaces apart, those in `right_columns` aligned right."""
+    columns = enumerate(zip(*rows, strict=True))
+    forms = [f"{'<>'[k in right_columns]}{max(map(len, column))}" for k, column in columns]
+    for row in rows:
+        yield "  ".join(map(format, row, forms)).rstrip()
 
 
 def long_context_warning(ctx: int, model_ctx: int) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from packtrain.common.text import aligned
+
 CellValue = str | int | float | None
 
 
@@ -30,15 +32,9 @@ class BenchTable:
             yield [format_cell(v, f) for v, f in zip(row, self.columns.values(), strict=True)]
 
     def text(self) -> str:
-        rows = [[*self.columns], *self.cells()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
-        is_text = [not form for form in self.columns.values()]
-
-        def line(row: Sequence[str]) -> str:
-            cells = zip(row, widths, is_text, strict=True)
-            return "  ".join(c.ljust(n) if left else c.rjust(n) for c, n, left in cells).rstrip()
-
-        return "\n".join([self.title, *map(line, rows), *self.notes])
+        number_columns = [i for i, form in enumerate(self.columns.values()) if form]
+        lines = aligned([[*self.columns], *self.cells()], number_columns)
+        return "\n".join([self.title, *lines, *self.notes])
 
     def markdown(self) -> str:
         divider = ["---" if not form else "---:" for form in self.columns.values()]

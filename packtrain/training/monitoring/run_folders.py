@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.common.errors import printable
-from packtrain.common.text import clock
+from packtrain.common.text import aligned, clock
 from packtrain.training.monitoring import METRICS_FILE
 from packtrain.training.monitoring.history import SETTINGS, RunHistory
 
@@ -61,12 +61,7 @@ def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterat
     widths = [max(len(row[k]) for row in table_cells) for k in range(len(table_cells[0]))]
     column_ends = itertools.accumulate(widths, lambda column_end, wide: column_end + 2 + wide)
     num_columns = max(sum(column_end <= width for column_end in column_ends), 2)
-    for row in table_cells:
-        padded_cells = [
-            cell.rjust(column_width) if 2 <= k < len(headings) else cell.ljust(column_width)
-            for k, (cell, column_width) in enumerate(zip(row[:num_columns], widths, strict=False))
-        ]
-        yield "  ".join(padded_cells).rstrip()
+    yield from aligned([row[:num_columns] for row in table_cells], range(2, len(headings)))
     if left_out := table_cells[0][num_columns:]:
         yield f"for {', '.join(left_out)}: a wider terminal, --json or --html"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import packtrain.kernels
 from packtrain.cli import doctor
 from packtrain.cli.main import main
+from packtrain.devtools.bench import machine_rates
 from packtrain.kernels.runtime import environment, kernel_cache
 
 
@@ -41,7 +42,7 @@ def test_a_missing_part_is_named_with_what_it_brings(capsys, monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return "1"
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(machine_rates, "version", version)
     assert main(["doctor"]) == 0, "metadata alone stop nothing"
     text = capsys.readouterr().out
     assert "pip install 'packtrain[data]' brings Parquet, Arrow and Feather files" in text

@@ -5,7 +5,6 @@ import platform
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from packtrain.cli import DONE, FAILED
 from packtrain.common.memory import machine_memory
 from packtrain.common.options import option
 from packtrain.common.version import __version__
-from packtrain.devtools.bench.machine_rates import describe_machine
+from packtrain.devtools.bench.machine_rates import describe_machine, package_version
 from packtrain.engine.memory_plan import size_text
 from packtrain.kernels.runtime import kernel_cache
 from packtrain.kernels.runtime.environment import cache_root
@@ -57,8 +56,8 @@ def check_machine() -> dict[str, Any]:
     report = {
         "packtrain": __version__, "python": f"{platform.python_version()}, {sys.executable}",
         "platform": platform.platform(), "memory": machine_memory(), "cache": str(cache_root()),
-        "caches": _cache_sizes(cache_root()), "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
-        "problems": problems,
+        "caches": _cache_sizes(cache_root()),
+        "packages": {name: package_version(name) for name in (*REQUIRED, *OPTIONAL)}, "problems": problems,
     }  # fmt: skip
     if not problems:
         machine, names = describe_machine(), kernel_cache.kernel_modules()
@@ -71,13 +70,6 @@ def check_machine() -> dict[str, Any]:
             "folders": sorted({str(p.parent) for p in map(kernel_cache.complete, names) if p}),
         }
     return report
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cache_sizes(root: Path) -> dict[str, int]:
@@ -102,9 +94,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     sizes = (f"{name} {size_text(nbytes)}" for name, nbytes in report["caches"].items())
     rows["cache"] = "; ".join([report["cache"], *sizes])
     rows["memory"] = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in memory.items())
-    for name, package_version in report["packages"].items():
+    for name, version in report["packages"].items():
         extra, purpose = OPTIONAL.get(name, ("", ""))
         absent = f"not installed; pip install 'packtrain[{extra}]' brings {purpose}"
-        rows[name] = package_version or (absent if extra else "not installed, but required")
+        rows[name] = version or (absent if extra else "not installed, but required")
     lines = [f"{name:<16}{text}" for name, text in rows.items()]
     return [*lines, *(f"problem: {text}" for text in report["problems"] or ["none"])]

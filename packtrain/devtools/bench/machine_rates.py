@@ -91,13 +91,16 @@ def processor_name() -> str:
 
 
 def read_versions() -> dict[str, str]:
-    package_versions = {"packtrain": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            package_versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return package_versions
+    installed = {name: text for name in PACKAGES if (text := package_version(name))}
+    return {"packtrain": __version__, "python": platform.python_version(), **installed}
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None: it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def describe_machine() -> dict[str, Any]:

@@ -18,19 +18,8 @@ from packtrain.common.version import __version__
 if typing.TYPE_CHECKING:
     from packtrain import dtypes
     from packtrain.api import (
-        chat,
-        choose,
-        compare,
-        embed,
-        evaluate,
-        finetune,
-        generate,
-        merge,
-        plan,
-        quantize,
-        start,
-        train,
-    )
+        chat, choose, compare, embed, evaluate, finetune, generate, merge, plan, quantize, start, train,
+    )  # fmt: skip
     from packtrain.dtypes import bf16, f16, f32, f64, i32, i64, u8
     from packtrain.engine import backends, ops
     from packtrain.engine.autodiff import differentiate
@@ -42,31 +31,13 @@ if typing.TYPE_CHECKING:
     from packtrain.engine.optim import LBFGS, SGD, AdamW, Muon
     from packtrain.engine.placement import Placed, place
     from packtrain.engine.tensor import (
-        GraphError,
-        Op,
-        Spec,
-        Tensor,
-        constant,
-        input,
-        named,
-        op,
-        state,
-        weight,
-    )
+        GraphError, Op, Spec, Tensor, constant, input, named, op, state, weight,
+    )  # fmt: skip
     from packtrain.inference.kv_cache import CacheFull, Context, ContextError
     from packtrain.inference.sampling import Chain, Sampling
     from packtrain.training.generic import (
-        Callbacks,
-        Dataset,
-        Fitted,
-        Model,
-        Result,
-        Trainer,
-        epoch,
-        fit,
-        load,
-        save,
-    )
+        Callbacks, Dataset, Fitted, Model, Result, Trainer, epoch, fit, load, save,
+    )  # fmt: skip
 
     __all__ = [
         "LBFGS", "SGD", "AdamW", "CacheFull", "Callbacks", "Chain", "Context", "ContextError",

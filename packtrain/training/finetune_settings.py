@@ -28,10 +28,9 @@ class TuneSettings(RunSettings):
 
     model: Path | None = positional("the base model, a GGUF file", None, resumable=True)
     output: Path = OUTPUT(
-        Path("tuned.gguf"),
-        "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run next to it",
+        Path("tuned.gguf"), "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run next to it",
         flags="-o",
-    )
+    )  # fmt: skip
     data: Path | None = SOURCE(
         None,
         "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",

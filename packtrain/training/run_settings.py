@@ -61,29 +61,21 @@ class RunSettings:
         None, "text to train on: a .txt, .jsonl, .csv or .parquet file, or a folder of them"
     )
     output: Path = OUTPUT(
-        Path("model.gguf"),
-        "GGUF file to write; checkpoints and logs go to the folder NAME.run next to it",
+        Path("model.gguf"), "GGUF file to write; checkpoints and logs go to the folder NAME.run next to it",
         flags="-o",
-    )
+    )  # fmt: skip
     ctx: int | None = DATA(
-        None,
-        "context length in tokens (default: the preset's)",
-        flags="-c --max-seq-length",
-        min_value=2,
+        None, "context length in tokens (default: the preset's)", flags="-c --max-seq-length", min_value=2,
         max_value=MAX_CONTEXT,
-    )
+    )  # fmt: skip
     separator: str | None = DATA(
-        None,
-        "text between two documents of a .txt file (default: <|endoftext|>, if present)",
+        None, "text between two documents of a .txt file (default: <|endoftext|>, if present)",
         conflicts={"sample_start": "which begins windows there"},
-    )
+    )  # fmt: skip
     val_split: float = DATA(
-        0.05,
-        "share of the data held out for validation if it has no valid file",
-        min_value=0,
-        max_value=0.5,
+        0.05, "share of the data held out for validation if it has no valid file", min_value=0, max_value=0.5,
         conflicts=VALID_FILE,
-    )
+    )  # fmt: skip
     skip_bad: bool = DATA(False, SKIP_BAD_HELP)
     shuffle_samples: bool | None = DATA(
         None,
@@ -100,65 +92,43 @@ class RunSettings:
         1, "micro-batches per step", min_value=1, max_value=10**6
     )
     iters: int | None = TRAINING(
-        None,
-        "steps to train; 0: none (default: those of --epochs)",
-        flags="--steps",
-        min_value=0,
-        max_value=10**12,
+        None, "steps to train; 0: none (default: those of --epochs)", flags="--steps", min_value=0, max_value=10**12,
         resumable=True,
-    )
+    )  # fmt: skip
     epochs: float | None = TRAINING(
-        None,
-        "passes over the training data, in place of --iters (default: 1)",
-        min_value=0.001,
-        max_value=1e6,
-        resumable=True,
-        conflicts={"iters": "which sets the length"},
-    )
+        None, "passes over the training data, in place of --iters (default: 1)", min_value=0.001, max_value=1e6,
+        resumable=True, conflicts={"iters": "which sets the length"},
+    )  # fmt: skip
     lr: float | None = UPDATE(
         None,
         "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m and --from-checkpoint, 6e-4 for 110m, 1 with lbfgs)",
-        flags="--learning-rate -lr",
-        min_value=0,
-    )
+        flags="--learning-rate -lr", min_value=0,
+    )  # fmt: skip
     lr_min: float | None = UPDATE(
-        None,
-        "lowest learning rate of the decay (default: a tenth of --lr; halving: 0)",
-        min_value=0,
+        None, "lowest learning rate of the decay (default: a tenth of --lr; halving: 0)", min_value=0,
         conflicts={"lr_scheduler=constant": "with a constant rate"},
-    )
+    )  # fmt: skip
     lr_scheduler: str = UPDATE(
         "cosine", "decay of the learning rate after warm-up", choices=LR_SCHEDULES
     )
     lr_cycles: int = UPDATE(
-        1,
-        "decay cycles in the run; each starts at --lr",
-        min_value=1,
-        max_value=100,
+        1, "decay cycles in the run; each starts at --lr", min_value=1, max_value=100,
         requires="lr_scheduler=cosine|linear",
-    )
+    )  # fmt: skip
     lr_cycle_growth: float = UPDATE(
-        1.0,
-        "length of each decay cycle as a multiple of the cycle before",
-        min_value=0.1,
-        max_value=10,
+        1.0, "length of each decay cycle as a multiple of the cycle before", min_value=0.1, max_value=10,
         conflicts={"lr_cycles=1": "without --lr-cycles"},
-    )
+    )  # fmt: skip
     lr_half_every: int | None = UPDATE(
-        None,
-        "halving: steps until the learning rate is halved (default: one epoch)",
-        min_value=1,
+        None, "halving: steps until the learning rate is halved (default: one epoch)", min_value=1,
         requires="lr_scheduler=halving",
-    )
+    )  # fmt: skip
     warmup_ratio: float = UPDATE(
         0.05, "share of the steps used for learning-rate warm-up", min_value=0, max_value=1
     )
     warmup_lr: float = UPDATE(
-        0.0,
-        "learning rate from which the warm-up starts",
-        min_value=0,
-        requires={"warmup_ratio": "without warm-up"},
-    )
+        0.0, "learning rate from which the warm-up starts", min_value=0, requires={"warmup_ratio": "without warm-up"},
+    )  # fmt: skip
     optimizer: str = UPDATE(
         next(iter(OPTIMIZERS)),
         "; ".join(["update rule", *(f"{o.name} {o.note}" for o in OPTIMIZERS.values() if o.note)]),
@@ -180,15 +150,13 @@ class RunSettings:
         0.0, "clip each value of a gradient to this, after its norm; 0: off", min_value=0
     )
     memory: str | None = RESOURCES(
-        None,
-        "limit on the private memory of the process: 2GiB, 800MiB or 80%; a run that does not fit is refused",
+        None, "limit on the private memory of the process: 2GiB, 800MiB or 80%; a run that does not fit is refused",
         metavar="SIZE",
-    )
+    )  # fmt: skip
     strict: bool = RESOURCES(
-        False,
-        "count the weights mapped from the base file in --memory, too",
+        False, "count the weights mapped from the base file in --memory, too",
         requires={"maps_weights": "in train, which maps no weights from a file"},
-    )
+    )  # fmt: skip
     measure_speed: bool = OUTPUT(
         False, "measure the speed of this machine again, for time estimates"
     )
@@ -215,17 +183,12 @@ class RunSettings:
     )
     val_batches: int = VALIDATING(25, "most micro-batches per validation; 0: all", min_value=0)
     patience: int = VALIDATING(
-        0,
-        "early stopping: end after N validations without improvement and keep the best weights; 0: off",
-        min_value=0,
-        conflicts={"steps_per_eval=0": "which validates once, at the end"},
-    )
+        0, "early stopping: end after N validations without improvement and keep the best weights; 0: off",
+        min_value=0, conflicts={"steps_per_eval=0": "which validates once, at the end"},
+    )  # fmt: skip
     past: int = STOPPING(
-        0,
-        "end if the loss has changed by less than --delta in N steps; 0: off",
-        min_value=0,
-        max_value=10**5,
-    )
+        0, "end if the loss has changed by less than --delta in N steps; 0: off", min_value=0, max_value=10**5,
+    )  # fmt: skip
     delta: float = STOPPING(
         1e-5, "change of the loss that ends it, over the loss", min_value=0, requires="past"
     )
@@ -246,26 +209,22 @@ class RunSettings:
         100, "save a checkpoint every N steps; 0: only at the end", min_value=0
     )
     save_name: str = OUTPUT(
-        "",
-        "keep each checkpoint in the run folder, such as checkpoint-ITERATION.gguf, and the newest with LATEST",
+        "", "keep each checkpoint in the run folder, such as checkpoint-ITERATION.gguf, and the newest with LATEST",
         metavar="PATTERN",
-    )
+    )  # fmt: skip
     save_model: str = OUTPUT(
-        "",
-        "the same for the model, or the adapter alone, at each checkpoint: model-ITERATION.gguf",
-        metavar="PATTERN",
-        conflicts={"full": "whose checkpoints hold the weights"},
-    )
+        "", "the same for the model, or the adapter alone, at each checkpoint: model-ITERATION.gguf",
+        metavar="PATTERN", conflicts={"full": "whose checkpoints hold the weights"},
+    )  # fmt: skip
     sample_every: int = OUTPUT(
         0, "print a sample of the model's text every N steps; 0: never", min_value=0
     )
     sample_prompt: str = OUTPUT("", "prompt of these samples", requires="sample_every")
     tensorboard: bool = OUTPUT(True, "write TensorBoard events")
     watch: str | None = OUTPUT(
-        None,
-        "serve a page with the run's curves, while it goes on, at a port of this machine; 0: any that is free",
+        None, "serve a page with the run's curves, while it goes on, at a port of this machine; 0: any that is free",
         metavar="[HOST:]PORT",
-    )
+    )  # fmt: skip
     device: str = MEMORY("cpu", f"{DEVICE_HELP}; {DEVICES_HELP}", metavar="NAME[,NAME]")
     device_memory: str | None = RESOURCES(
         None,
@@ -280,10 +239,8 @@ class RunSettings:
         metavar="N",
     )
     split: str | None = MEMORY(
-        None,
-        "shares of the blocks for each of --device, such as 3,5 (default: by --device-memory)",
-        metavar="A,B",
-    )
+        None, "shares of the blocks for each of --device, such as 3,5 (default: by --device-memory)", metavar="A,B",
+    )  # fmt: skip
     offload: str = RESOURCES(
         "auto",
         "what a run on a --device with a memory of its own has in this process's memory: moments of weights, updated"
@@ -311,11 +268,9 @@ class RunSettings:
     )
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(
-        False,
-        "with --resume: go on with the data in a new random order, no longer bit for bit",
-        requires="resume",
+        False, "with --resume: go on with the data in a new random order, no longer bit for bit", requires="resume",
         resumable=options.ON_ALL_RANKS,
-    )
+    )  # fmt: skip
     overwrite: bool = OUTPUT(
         False, "start over: replace the earlier run and its result", conflicts="resume"
     )

@@ -47,34 +47,27 @@ class TrainSettings(RunSettings):
         10_000.0, "base of the RoPE frequencies", min_value=1, max_value=1e12
     )
     rope_freq_scale: float = MODEL(
-        1.0,
-        "factor of the RoPE frequencies: 0.5 halves them (linear scaling)",
-        min_value=1e-4,
-        max_value=1,
-    )
+        1.0, "factor of the RoPE frequencies: 0.5 halves them (linear scaling)", min_value=1e-4, max_value=1,
+    )  # fmt: skip
     vocab: Path | None = SOURCE(
         None, "use the vocabulary of this GGUF file instead of training a new one"
     )
     vocab_size: str = SOURCE(
-        "auto",
-        "tokens of the new vocabulary; auto: the preset's, fewer for a small text",
-        metavar="N",
+        "auto", "tokens of the new vocabulary; auto: the preset's, fewer for a small text", metavar="N",
         conflicts={**OWN_SIZES, "vocab": "which has its own size"},
-    )
+    )  # fmt: skip
     type: str = OUTPUT("f32", "element type of the matrices in the GGUF file", choices=MATRIX_TYPES)
     sample_start: str | None = DATA(
         None, "documents of a .txt file, and windows, begin right after this text, such as '\\n'"
     )
     fill_samples: bool = DATA(
-        True,
-        "fill a window with several short documents; otherwise pad after each",
+        True, "fill a window with several short documents; otherwise pad after each",
         conflicts={"sample_start": "which begins windows there"},
-    )
+    )  # fmt: skip
     random_offsets: bool = DATA(
-        True,
-        "start each epoch at a random place, so that its windows differ",
+        True, "start each epoch at a random place, so that its windows differ",
         conflicts={"fill_samples=False": "", "sample_start": "which begins windows there"},
-    )
+    )  # fmt: skip
 
     @property
     def default_rate(self) -> float:

@@ -34,10 +34,9 @@ class ChatSettings(GenerationSettings):
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     reasoning: str = option(
-        generation_settings.REASONING_MODES[0],
-        generation_settings.REASONING_HELP,
+        generation_settings.REASONING_MODES[0], generation_settings.REASONING_HELP,
         choices=generation_settings.REASONING_MODES,
-    )
+    )  # fmt: skip
 
 
 @name_keywords

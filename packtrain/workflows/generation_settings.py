@@ -76,10 +76,9 @@ class DecodingOptions(ModelOptions):
         flags="-md",
     )
     draft_lookup: bool = MODEL(
-        False,
-        "guess tokens from what followed earlier in the text; needs no other model",
+        False, "guess tokens from what followed earlier in the text; needs no other model",
         conflicts={"model_draft": "{flag} and --model-draft both guess tokens; use one of them"},
-    )
+    )  # fmt: skip
     draft_max: int = MODEL(
         7, "most tokens guessed at once; up to 8 tokens of a run cost the least", min_value=1, max_value=32,
     )  # fmt: skip

@@ -43,16 +43,14 @@ class QuantizeSettings:
     output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPE_NAMES}")
     token_embedding_type: str | None = option(None, "element type of token_embd.weight")
     imatrix: Path | None = option(
-        None,
-        "importance matrix of the model, a file of `packtrain imatrix` or llama-imatrix: errors count by it",
+        None, "importance matrix of the model, a file of `packtrain imatrix` or llama-imatrix: errors count by it",
         metavar="FILE",
-    )
+    )  # fmt: skip
     calibrate: Path | None = option(
         None,
         "text or conversations like those the model is for: rounding then changes least what it computes on them",
-        metavar="DATA",
-        conflicts={"imatrix": "{flag}: the data says more than --imatrix; give one of them"},
-    )
+        metavar="DATA", conflicts={"imatrix": "{flag}: the data says more than --imatrix; give one of them"},
+    )  # fmt: skip
     memory: str | None = option(
         None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
         requires="calibrate",

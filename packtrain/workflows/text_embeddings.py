@@ -28,11 +28,9 @@ class EmbedSettings(generation_settings.ModelOptions):
         choices=embeddings.POOLINGS,
     )
     embd_normalize: int = option(
-        2,
-        "norm of an embedding: -1 none, 0 the largest value is 32760, 1 taxicab, 2 Euclidean, more: p-norm",
-        min_value=-1,
-        max_value=100,
-    )
+        2, "norm of an embedding: -1 none, 0 the largest value is 32760, 1 taxicab, 2 Euclidean, more: p-norm",
+        min_value=-1, max_value=100,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,9 @@ class GenerateSettings(GenerationSettings):
     COMMON = "prompt file n_predict temp top_k top_p seed stop json_schema lora ctx parallel"
 
     prompt: str | None = option(
-        None,
-        "text to continue",
-        flags="-p",
+        None, "text to continue", flags="-p",
         conflicts={"file": "--prompt and --file are both given; leave one of them out"},
-    )
+    )  # fmt: skip
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
         128, "most tokens to generate; -1: until an end token or a full context", flags="-n", min_value=-1,

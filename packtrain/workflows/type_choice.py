@@ -66,10 +66,8 @@ class ChooseSettings:
     kl: bool = option(False, "show the KL divergence of each file from the unrounded tuned model")
     keep: float = option(0.98, "the share of the gain that must be kept", min_value=0, max_value=1)
     memory: str | None = option(
-        None,
-        "limit of private memory, such as 2GiB",
-        conflicts={"kl": "whose memory is not planned"},
-    )
+        None, "limit of private memory, such as 2GiB", conflicts={"kl": "whose memory is not planned"},
+    )  # fmt: skip
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     svg: Path | None = option(

@@ -43,11 +43,9 @@ class Sampling:
         0.05, "drop tokens less likely than this share of the likeliest", min_value=0, max_value=1
     )
     top_n_sigma: float = SAMPLING(
-        -1.0,
-        "drop logits more than this many standard deviations below the largest; -1: none",
-        max_value=MAX_SETTING,
+        -1.0, "drop logits more than this many standard deviations below the largest; -1: none", max_value=MAX_SETTING,
         flags="--top-nsigma",
-    )
+    )  # fmt: skip
     typical: float = SAMPLING(
         1.0, "keep tokens of typical surprise whose probabilities add up to this; 1: all", flags="--typical-p",
         min_value=0, max_value=1,

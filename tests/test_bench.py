@@ -48,6 +48,12 @@ def clock() -> Callable[[], float]:
     return itertools.count(0.0, 1.0).__next__
 
 
+def column(table: bench_table.BenchTable, name: str) -> list[bench_table.CellValue]:
+    """The values of a table's column."""
+    column_index = [*table.columns].index(name)
+    return [row[column_index] for row in table.rows]
+
+
 def steps_of(*tensors: pt.Tensor) -> list[KernelStep]:
     return list(pt.place(pt.Graph(list(tensors))).steps)
 
@@ -112,16 +118,16 @@ def test_ops_of_a_step_by_an_injected_clock() -> None:
     table, step_seconds = bench_ops.measure_ops(step, RATES, 3, clock())
     calls = len(step.run.calls)
     assert step_seconds == 2 * calls + 1  # each call reads the clock twice, and the step once more
-    assert sum(table.column("calls")[:-1]) == table.column("calls")[-1] == calls  # type: ignore[arg-type]
-    assert table.column("ms")[-1] == 1e3 * calls
-    lost = table.column("lost ms")[:-1]
+    assert sum(column(table, "calls")[:-1]) == column(table, "calls")[-1] == calls  # type: ignore[arg-type]
+    assert column(table, "ms")[-1] == 1e3 * calls
+    lost = column(table, "lost ms")[:-1]
     assert lost == sorted(lost, reverse=True)  # type: ignore[type-var]
     for *_, count, ms, share, floor, ratio, left in table.rows:
         assert ms == 1e3 * count and share == pytest.approx(count / calls)  # type: ignore[operator]
         assert left == pytest.approx(ms - floor)  # type: ignore[operator]
         assert ratio is None or ratio == pytest.approx(ms / floor)  # type: ignore[operator]
     assert f"A step takes {step_seconds * 1e3:.1f} ms" in table.notes[0]
-    names = table.column("op")
+    names = column(table, "op")
     assert {"product", "attention", "attention_back", "rms_norm", "linear_cross_entropy"} <= {
         *names
     }
@@ -326,29 +332,29 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch_steps.TrainingProgram, "peer", fake)
     monkeypatch.setattr(torch_steps, "supports_precision", lambda precision: True)
     (with_bf16,) = torch_steps.tables(["15m"], 3, counting)
-    assert with_bf16.column("precision")[2:6] == [
+    assert column(with_bf16, "precision")[2:6] == [
         "bf16x3",
         torch_steps.F32,
         "bf16",
         torch_steps.BF16,
     ]
-    assert with_bf16.column("ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
+    assert column(with_bf16, "ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
     assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
     monkeypatch.setattr(torch_steps, "supports_precision", lambda precision: False)
     (without_bf16,) = torch_steps.tables(["15m"], 3, counting)
-    assert without_bf16.column("program") == [
+    assert column(without_bf16, "program") == [
         torch_steps.OURS,
         torch_steps.EAGER,
         torch_steps.OURS,
         torch_steps.EAGER,
         torch_steps.COMPILED,
     ]
-    assert without_bf16.column("ms") == [2000, 2000, 2000, 6000, 500]
-    assert without_bf16.column("tokens/s") == [512, 512, 512, 1024 / 6, 2048]
-    assert without_bf16.column("ours × as fast") == [None, 1.0, None, 3.0, 0.25]
+    assert column(without_bf16, "ms") == [2000, 2000, 2000, 6000, 500]
+    assert column(without_bf16, "tokens/s") == [512, 512, 512, 1024 / 6, 2048]
+    assert column(without_bf16, "ours × as fast") == [None, 1.0, None, 3.0, 0.25]
     assert (
-        without_bf16.column("peak MiB") == [1, 2, 1, 2, 2]
-        and without_bf16.column("ours × memory")[1] == 0.5
+        column(without_bf16, "peak MiB") == [1, 2, 1, 2, 2]
+        and column(without_bf16, "ours × memory")[1] == 0.5
     )
     assert [*without_bf16.notes] == [
         "PyTorch compiled in f32 failed: no compiler",
@@ -379,7 +385,9 @@ def test_steps_of_ours_alone_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> 
     assert [step.nbytes > 0 for step in steps] == [False, True, False, False]
     ballast = np.ones(1 << 27, np.uint8)  # of this process, not of the child
     (second_table,) = step_timing.tables(["1m"], 1, counting, 1 << 30)
-    assert second_table.column("peak MiB")[0] == pytest.approx(peak_mib, abs=ballast.nbytes / 2**21)
+    assert column(second_table, "peak MiB")[0] == pytest.approx(
+        peak_mib, abs=ballast.nbytes / 2**21
+    )
     with pytest.raises(InputError, match=r"^a step does not fit 1 MiB$"):
         [*step_timing.tables(["1m"], 1, counting, 1 << 20)]
 

@@ -49,10 +49,6 @@ class BenchTable:
         rows = [dict(zip(keys, row, strict=True)) for row in self.rows]
         return {"name": self.name, "title": self.title, "rows": rows, "notes": [*self.notes]}
 
-    def column(self, name: str) -> list[CellValue]:
-        column_index = [*self.columns].index(name)
-        return [row[column_index] for row in self.rows]
-
 
 def format_cell(value: CellValue, number_format: str) -> str:
     if value is None:

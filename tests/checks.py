@@ -26,7 +26,7 @@ NO_GRADIENT = {
     "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
     "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate", "top_k", "group_rows", "weighted_rows_back",
     "opt_momentum", "opt_step_lbfgs", "lbfgs_dots", "reduce_scatter", "wait_for_sums", "all_reduce",
-    "opt_moments_adamw", "opt_moments_adamw8bit",
+    "opt_moments_adamw", "opt_moments_adamw8bit", "opt_momentum8bit",
     "rounded", "matmul_rounded", "attention_cells", "rope_table", "argmax", "argsort", "count_equal", "pool_2d_back",
     "candidates", "draw", "stored_sum", "short_conv_cells", "short_conv_states", "ssm_scan_cells",
     "ssm_scan_back", "delta_rule_back", "delta_rule_cells", "tiled_back",

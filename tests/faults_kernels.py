@@ -583,6 +583,18 @@ def moments_in_8_bits_with_the_scale_of_the_next_block(patch: MonkeyPatch) -> No
     replace_kernel(patch, "opt_moments_adamw8bit", with_moments(roll))
 
 
+@fault("update", value_check("opt_momentum8bit"))
+def momentum_in_8_bits_with_the_scale_of_the_next_block(patch: MonkeyPatch) -> None:
+    def rolled(run):
+        def wrong(out, *inputs):
+            run(out, *inputs)
+            out[1][...] = np.roll(out[1], -1)
+
+        return wrong
+
+    replace_kernel(patch, "opt_momentum8bit", rolled)
+
+
 @fault("update", value_check("opt_moments_adamw8bit"))
 def moments_in_8_bits_one_level_too_low(patch: MonkeyPatch) -> None:
     def lower(m, m_scale, v, v_scale):

@@ -53,7 +53,7 @@ WRONG = {
     "train notes.txt": "unexpected argument notes.txt; see packtrain train --help",
     "generate": "the following arguments are required: MODEL; see packtrain generate --help",
     "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",
-    "train --optimizer adam": "one of adamw, sgd, muon, lbfgs, adamw8bit; did you mean adamw?",
+    "train --optimizer adam": "one of adamw, sgd, muon, lbfgs, adamw8bit, muon8bit; did you mean adamw?",
     "train --iters 1e3": "--iters is '1e3'; it must be a whole number",
     "train --iters -1": "--iters is -1; it must be from 0 to 1000000000000",
     "train --lr fast": "--lr is 'fast'; it must be a number",
@@ -86,7 +86,7 @@ def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
         (
             "optimizer: sdg",
             [],
-            f"{path}: optimizer is sdg; it must be one of adamw, sgd, muon, lbfgs, adamw8bit; did you",
+            f"{path}: optimizer is sdg; it must be one of adamw, sgd, muon, lbfgs, adamw8bit, muon8bit; did you",
         ),
         ("lora_rank: [3]\niters: '7'", [], "the model must be given"),  # both are taken
     ):

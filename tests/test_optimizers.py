@@ -22,6 +22,7 @@ from packtrain.engine.optim import (
     AdamW,
     AdamW8bit,
     Muon,
+    Muon8bit,
     Optimizer,
     StepInputs,
     StepRunner,
@@ -107,7 +108,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "toy.py").write_text(TOY)
     edit_file(
         home / "__init__.py",
-        ("LBFGS, AdamW8bit)", "LBFGS, AdamW8bit, Toy)"),
+        ("AdamW8bit, Muon8bit)", "AdamW8bit, Muon8bit, Toy)"),
         ("\n\n__all__", "\nfrom packtrain.engine.optim.toy import Toy\n\n__all__"),
     )
     (folder / "text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
@@ -157,6 +158,29 @@ def test_steps_with_moments_in_8_bits_are_nearly_those_in_32() -> None:
     exact, rounded = (weights_after(kind(), gradients) for kind in (AdamW, AdamW8bit))
     assert 0 < np.abs(rounded - exact).mean() < 0.2 * np.abs(exact).mean()
     assert np.abs(rounded).max() < 2 * np.abs(exact).max()
+
+
+def test_a_step_of_muon_with_momentum_in_8_bits_is_nearly_that_of_muon() -> None:
+    """The first momentum is the gradient, whatever its bits; later ones are rounded."""
+    rng = np.random.default_rng(4)
+    gradients = [rng.standard_normal((65, 67)) for _ in range(8)]
+    for count, limit in ((1, 1e-6), (8, 0.06)):
+        exact, coded = (weights_after(kind(), gradients[:count]) for kind in (Muon, Muon8bit))
+        off = np.abs(coded - exact).mean() / np.abs(exact).mean()
+        assert off < limit and (count == 1 or off > 1e-4)
+
+
+def test_momentum_in_8_bits_takes_an_eighth_and_resumes_with_equal_bits(copy: Path) -> None:
+    flags = SMALL.replace("toy --blend 0.25", "muon8bit").replace("--dim 32", "--dim 128")
+    for name, steps in (("wholem", "5"), ("partsm", "2"), ("partsm", "5 --resume")):
+        ran = packtrain_in(copy, f"{flags} -o {name}.gguf --iters {steps}")
+        assert ran.returncode == 0, ran.stderr
+    saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in ("wholem", "partsm")]
+    assert [*saved[0].entries] == [*saved[1].entries] and any("b8/" in n for n in saved[0].entries)
+    for name in saved[0].entries:
+        assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
+    plan = json.loads((copy / "wholem.run/plan.json").read_text())
+    assert plan["state_bytes"] < 0.2 * 2 * plan["weights_bytes"]  # embeddings have two moments
 
 
 def test_no_step_is_divided_by_a_moment_that_8_bits_lose() -> None:
@@ -237,6 +261,7 @@ def test_sums_and_caches_begin_anew() -> None:
 def test_others_that_keep_less_are_proposed() -> None:
     assert [optimizer.name for optimizer in leaner_optimizers(AdamW())] == [
         "sgd",
+        "muon8bit",
         "adamw8bit",
         "muon",
     ]

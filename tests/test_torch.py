@@ -21,7 +21,7 @@ NO_PEER = {
     "draw",  # another generator of random numbers
     "pool_2d_back", "short_conv_back", "short_conv_back_w", "ssm_scan_back", "ssm_scan_cells",
     "short_conv_states", "delta_rule_back", "delta_rule_cells",
-    "opt_moments_adamw8bit",
+    "opt_moments_adamw8bit", "opt_momentum8bit",
     "tiled", "tiled_back",  # PyTorch has none
     "opt_step_lbfgs", "lbfgs_dots",  # torch.optim.LBFGS as a whole is compared in test_lbfgs
 }  # fmt: skip

@@ -20,7 +20,7 @@ _ALIAS_ROWS = """
 --mask-prompt: assistant-only-loss completion-only-loss
 """
 _ADVICE_ROWS = r"""
-optim: --optimizer is adamw, adamw8bit, sgd, muon or lbfgs
+optim: --optimizer is adamw, adamw8bit, sgd, muon, muon8bit or lbfgs
 lr-half: --lr-scheduler halving halves the rate every --lr-half-every steps
 decay-epochs learning-rate-decay-epochs: the decay lasts the whole run, down to --lr-min
 adam-min-alpha: --lr-min is the end of the decay, --warmup-lr the start of the warm-up

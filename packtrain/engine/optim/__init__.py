@@ -9,19 +9,20 @@ from packtrain.engine.optim.graphs import (
 )  # fmt: skip
 from packtrain.engine.optim.lbfgs import LBFGS
 from packtrain.engine.optim.muon import Muon
+from packtrain.engine.optim.muon8bit import Muon8bit
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, moment
 from packtrain.engine.optim.parts import PART_PREFIX, RankShare, part_of_weight, unsplit_name
 from packtrain.engine.optim.sgd import SGD
 from packtrain.engine.tensor import weight
 
 __all__ = [
-    "LBFGS", "OPTIMIZERS", "PART_PREFIX", "ROUNDING", "SGD", "AdamW", "AdamW8bit", "Muon", "Optimizer", "RankShare",
-    "StepInputs", "StepRunner", "accumulation_graph", "applying_graph", "leaner_optimizers", "measuring_graph",
-    "moment", "part_of_weight", "training_graph", "unsplit_name", "update_graph",
+    "LBFGS", "OPTIMIZERS", "PART_PREFIX", "ROUNDING", "SGD", "AdamW", "AdamW8bit", "Muon", "Muon8bit", "Optimizer",
+    "RankShare", "StepInputs", "StepRunner", "accumulation_graph", "applying_graph", "leaner_optimizers",
+    "measuring_graph", "moment", "part_of_weight", "training_graph", "unsplit_name", "update_graph",
 ]  # fmt: skip
 
 # the first one is the default
-KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS, AdamW8bit)
+KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS, AdamW8bit, Muon8bit)
 OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 

@@ -50,10 +50,30 @@ class AdamW8bit(AdamW):
 
 def coded_moments(w: Tensor) -> Tensors:
     """Return the leaves of a weight's moments: codes and scales of m, and of v."""
+    return *coded_leaves("m", w), *coded_leaves("v", w)
+
+
+def coded_leaves(kind: str, w: Tensor) -> Tensors:
+    """Return the leaves of a moment in 8 bits: codes, and the scales of their blocks."""
     num_blocks = -(-w.spec.size // BLOCK)
-    m, v = (state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8) for kind in "mv")
-    m_scale, v_scale = (state(f"{kind}8_scale/{w.name}", (num_blocks,)) for kind in "mv")
-    return m, m_scale, v, v_scale
+    codes = state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8)
+    return codes, state(f"{kind}8_scale/{w.name}", (num_blocks,))
+
+
+def decode(lib, codes, scale, levels):
+    """Return the values of codes (B, 256), signed if their type is: in NumPy or PyTorch."""
+    return (
+        lib.sign(codes)
+        * levels[lib.abs(codes * lib.ones_like(codes, dtype=lib.int64))]
+        * scale[:, None]
+    )
+
+
+def encode(lib, values, limits):
+    """Return the codes of values (B, 256), with their signs, and the largest size in each block."""
+    largest = lib.amax(lib.abs(values), -1)
+    units = values / (largest + (largest == 0))[:, None]
+    return lib.sign(values) * lib.searchsorted(limits, lib.abs(units)), largest
 
 
 @cache
@@ -108,17 +128,12 @@ def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, ga
     (m_levels, m_limits), (v_levels, v_limits) = tables
     gradient = lib.zeros_like(m, dtype=g.dtype)
     gradient.reshape(-1)[: len(g)] = g * gate
-    indices = lib.ones_like(m, dtype=lib.int64)
-    old_m = lib.sign(m) * m_levels[lib.abs(m * indices)] * m_scale[:, None]
-    new_m = beta1 * old_m + (1 - beta1) * gradient
-    old_root = v_levels[v.view(lib.uint8) * indices] * v_scale[:, None]
+    new_m = beta1 * decode(lib, m, m_scale, m_levels) + (1 - beta1) * gradient
+    old_root = decode(lib, v.view(lib.uint8), v_scale, v_levels)
     new_root = lib.sqrt(beta2 * old_root**2 + (1 - beta2) * gradient * gradient)
     step = new_m / (new_root / lib.sqrt(c2) + eps)
-    m_max, root_max = lib.amax(lib.abs(new_m), -1), lib.amax(new_root, -1)
-    unit_m = new_m / (m_max + (m_max == 0))[:, None]
-    unit_root = new_root / (root_max + (root_max == 0))[:, None]
-    m_codes = lib.sign(new_m) * lib.searchsorted(m_limits, lib.abs(unit_m))
-    v_codes = lib.searchsorted(v_limits, unit_root)
+    m_codes, m_max = encode(lib, new_m, m_limits)
+    v_codes, root_max = encode(lib, new_root, v_limits)
     v_codes = v_codes + ((v_codes == 0) & (new_root > 0))
     direction[...], is_finite = 0, lib.isfinite(gate)
     old_values = direction, m, m_scale, v.view(lib.uint8), v_scale

@@ -30,6 +30,7 @@ class Muon(AdamW):
     hyper: ClassVar[tuple[str, ...]] = (*HYPER, "momentum")
     kernels: ClassVar[tuple[str, ...]] = ("elementwise", "matmul_f32", "reduce", "update")
     by_parts: ClassVar[bool] = False
+    for_others: ClassVar[type[AdamW]] = AdamW  # updates what is not orthogonalized
 
     muon_momentum: float = TRAINING(0.95, "Muon: momentum", min_value=0, max_value=0.9999)
 
@@ -37,22 +38,31 @@ class Muon(AdamW):
         return *AdamW.numbers(self, t, lr), self.muon_momentum
 
     def states(self, w: Tensor) -> Tensors:
-        return (moment("b", w),) if _is_orthogonalized(w) else AdamW.states(self, w)
+        return self.momentum_of(w) if _is_orthogonalized(w) else self.for_others.states(self, w)
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
         if not _is_orthogonalized(w):
             adamw_inputs = replace(
                 step_inputs, hyper=ops.narrow(step_inputs.hyper, axis=0, start=0, length=len(HYPER))
             )
-            return AdamW.update(self, w, g, *states, step_inputs=adamw_inputs)
+            return self.for_others.update(self, w, g, *states, step_inputs=adamw_inputs)
         momentum = hyper_number(step_inputs.hyper, len(HYPER))
-        (b,) = opt_momentum(states[0], g, momentum, step_inputs.gate)
+        *handles, b = self.add_momentum(g, states, momentum, step_inputs.gate)
         direction = ops.add(ops.mul(g, step_inputs.gate), ops.mul(b, momentum))  # Nesterov's
         step = ops.scale(orthogonalize(direction), by=ADAMW_UPDATE_RMS * max(w.shape) ** 0.5)
         # lr and weight_decay
         numbers = ops.slice(step_inputs.hyper, start=(0,), shape=(2,), step=(4,))
         read = w, step, numbers, ops.div(step_inputs.gate, step_inputs.gate), step_inputs.key(w)
-        return b, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))
+        return *handles, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))
+
+    def momentum_of(self, w: Tensor) -> Tensors:
+        """Return the state leaves of a matrix."""
+        return (moment("b", w),)
+
+    def add_momentum(self, g: Tensor, states: Tensors, momentum: Tensor, gate: Tensor) -> Tensors:
+        """Write the update of a matrix's momentum; return the new handles, and its value last."""
+        handles = opt_momentum(states[0], g, momentum, gate)
+        return *handles, handles[0]
 
 
 def orthogonalize(x: Tensor) -> Tensor:

@@ -212,6 +212,38 @@ def momentum(b, g, momentum, gate, span_start, span_stop):
         )
 
 
+@parallel(
+    "out1, in1, out_bytes1, out1, f32, f32, in1, in1, bytes1",
+    lambda b_scale: (b_scale.size, CODED_BLOCK),
+    serial=SERIAL,
+)
+def momentum8bit(
+    value, g, b, b_scale, momentum, gate, levels, limits, starts, first_block, last_block
+):
+    """Update a momentum in 8 bits: see optim.muon8bit.
+
+    value, g     (N,)       f32
+    b            (B * 256,) codes of N values
+    b_scale      (B,)       f32: sizes of the blocks' largest values
+    """
+    sums = scratch(CODED_BLOCK)
+    for block in range(first_block, last_block):
+        start = block * CODED_BLOCK
+        codes, length, max_size = b.ctypes.data + start, g.size - start, splat(0.0)
+        if not math.isfinite(gate):
+            value[start : start + min(length, CODED_BLOCK)] = 0.0
+            continue
+        unpack_codes(sums, codes, levels, b_scale[block], 1)
+        for i in range(0, CODED_BLOCK, LANES):
+            gradient = load_part(g, start + i, length - i) * splat(gate)
+            new_sum = fma(load(sums, i), splat(momentum), gradient)
+            store_part(value, start + i, new_sum, length - i)
+            store(sums, i, new_sum)
+            max_size = maximum(absolute(new_sum), max_size)
+        b_scale[block] = largest(max_size)
+        pack_codes(codes, sums, b_scale[block], limits, starts, 1)
+
+
 @parallel("out1, in1, in2, in2, in1", lambda g: (g.size, 1), serial=SERIAL)
 def combine(p, g, s, y, c, span_start, span_stop):
     """p = c[0] g + sum over k of c[1 + k] s[k] + c[1 + M + k] y[k].

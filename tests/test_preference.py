@@ -349,10 +349,20 @@ def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
     "flags, message",
     [
         (["--loss", "next-token"], "is a pair of answers"),
-        (["--loss", "simpo", "--reference-free"], "--reference-free: --loss simpo has no such"),
-        (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing: --loss ipo has no"),
-        (["--loss", "next-token", "--beta", "0.1"], "--beta: --loss next-token has no such"),
-        (["--loss", "next-token", "--sft-weight", "1"], "--sft-weight: --loss next-token has no"),
+        (
+            ["--loss", "simpo", "--reference-free"],
+            "--reference-free has no effect without --loss dpo;",
+        ),
+        (
+            ["--loss", "ipo", "--label-smoothing", "0.1"],
+            "--label-smoothing has no effect without --loss",
+        ),
+        (
+            ["--loss", "next-token", "--beta", "0.1"],
+            "--beta has no effect without --loss dpo or ipo",
+        ),
+        (["--loss", "next-token", "--sft-weight", "1"], "--sft-weight has no effect without"),
+        (["--loss", "ipo", "--gamma", "0"], "--gamma has no effect without --loss dpo or simpo"),
         (["--loss", "dpo", "--truncate", "split"], "needs whole answers"),
         (["--loss", "dpo", "--beta", "0"], "--beta"),
     ],

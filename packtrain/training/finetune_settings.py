@@ -20,6 +20,8 @@ UNMERGED = {"merge=none": "which writes the adapter alone"}
 AWARE = {"aware": "which trains what the matrices' own blocks can hold"}
 LORA = partial(option, group="LoRA", conflicts=FULL)
 DISTILLING = partial(TRAINING, requires="teacher")
+PAIR_LOSSES = f"loss={'|'.join(KINDS)}"  # conditions of options, see common.option_rules
+MARGIN_LOSSES = "loss=dpo|simpo|orpo"
 
 
 @dataclass(frozen=True)
@@ -101,25 +103,27 @@ class TuneSettings(RunSettings):
     beta: float | None = TRAINING(
         None,
         "losses of pairs: how strongly preferences count beside staying near the base (default: dpo 0.1, ipo 0.1,"
-        " simpo 2, orpo 1)",
-        min_value=1e-6,
-    )
+        " simpo 2, orpo 1)", min_value=1e-6, requires=PAIR_LOSSES,
+    )  # fmt: skip
     gamma: float | None = TRAINING(
         None, "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)", min_value=0,
+        requires=MARGIN_LOSSES,
     )  # fmt: skip
     sft_weight: float | None = TRAINING(
         None,
         "losses of pairs: how much the chosen answer's own likelihood, the mean of its tokens, counts beside the"
-        " preference (default: orpo 1, else 0)",
-        min_value=0,
-    )
+        " preference (default: orpo 1, else 0)", min_value=0, requires=PAIR_LOSSES,
+    )  # fmt: skip
     label_smoothing: float = TRAINING(
         0.0, "losses of pairs: the share of pairs expected to be the wrong way round", min_value=0, max_value=0.5,
+        requires=MARGIN_LOSSES,
     )  # fmt: skip
     length_normalized: bool = TRAINING(
-        False, "dpo: mean log-probabilities of an answer's tokens, not their sum"
+        False, "dpo: mean log-probabilities of an answer's tokens, not their sum", requires="loss=dpo",
+    )  # fmt: skip
+    reference_free: bool = TRAINING(
+        False, "dpo: leave the base out of the rewards", requires="loss=dpo"
     )
-    reference_free: bool = TRAINING(False, "dpo: leave the base out of the rewards")
 
     teacher: Path | None = TRAINING(
         None,
@@ -203,21 +207,7 @@ class TuneSettings(RunSettings):
 
     @property
     def preference(self) -> PreferenceLoss | None:
-        """The preference loss of --loss; None for next-token. Raises InputError for settings that the loss lacks."""
-        losses_by_setting = {
-            "beta": (*KINDS,),
-            "sft_weight": (*KINDS,),
-            "gamma": ("dpo", "simpo", "orpo"),
-            "label_smoothing": ("dpo", "simpo", "orpo"),
-            "length_normalized": ("dpo",),
-            "reference_free": ("dpo",),
-        }
-        for name, losses in losses_by_setting.items():
-            if getattr(self, name) and self.loss not in losses:
-                flag = name.replace("_", "-")
-                raise InputError(
-                    f"--{flag}: --loss {self.loss} has no such setting; {', '.join(losses)} have"
-                )
+        """The preference loss of --loss; None for next-token. Raises InputError for split answers."""
         if self.loss == NEXT_TOKEN:
             return None
         if self.truncate == "split":

@@ -20,6 +20,7 @@ from packtrain.engine.placement import Placed
 from packtrain.engine.step import FINISH_COPY
 from packtrain.engine.transfers import TransferCopies
 from packtrain.planner.checkpointing import BlockChain, middle_blocks
+from packtrain.planner.plan_search import PlanSearch
 from tests import bit_checks, online, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
     case_check,
@@ -449,3 +450,12 @@ def a_block_that_begins_with_its_first_part_before_the_one_above_has_ended(
 @fault("search", partial(search_checks.check_smallest, replace(search_checks.SHAPE, max_norm=None)))
 def embeddings_that_count_though_no_block_saves_them(patch: MonkeyPatch) -> None:
     patch.setattr(BlockChain, "_input_nbytes", property(lambda chain: chain.block.stream_nbytes))
+
+
+@fault(
+    "search",
+    partial(search_checks.check_suggested_context, search_checks.LONG, 4),
+    raised=pt.GraphError,
+)
+def a_shorter_context_in_as_many_tiles_as_the_long_one(patch: MonkeyPatch) -> None:
+    patch.setattr(PlanSearch, "_could_fit_tiled", PlanSearch._could_fit)

@@ -1,4 +1,6 @@
-"""What must hold of a chain's blocks, for tests and for planted faults."""
+"""What must hold of a chain's blocks, and of a search, for tests and for planted faults."""
+
+from dataclasses import replace
 
 from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
@@ -7,11 +9,13 @@ from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.drafts import PlanDraft
 from packtrain.planner.estimate import chain
 from packtrain.planner.plan_request import PlanRequest
-from packtrain.planner.plan_search import PlanSearch
+from packtrain.planner.plan_search import PlanSearch, find_fastest_shape, smallest
 from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
 SHAPE = StepShape(CONFIG, 1, 128, 1, 1.0)
+LONG = replace(SHAPE, config=replace(CONFIG, block_count=4), seq_len=512, max_norm=None)
 REQUEST = PlanRequest(AdamW(), BackendRates(1e11, 1e10))
 
 
@@ -49,3 +53,15 @@ def check_smallest(shape: StepShape) -> None:
     blocks = fresh_chain(shape)
     built, estimated = smallest_planned(blocks).nbytes, blocks.smallest_choice.nbytes
     assert abs(estimated / built - 1) < 0.01, f"{estimated} bytes estimated, {built} built"
+
+
+def check_suggested_context(shape: StepShape, context: int) -> None:
+    """A refusal of what a shorter context needs names one that fits, in tiles of its own or in none."""
+    limit = smallest_nbytes(replace(shape, seq_len=context))
+    change = find_fastest_shape(shape, REQUEST.with_limit(limit)).suggested_change
+    assert smallest(shape, REQUEST).num_row_tiles > 1 and "it would fit with --ctx" in change
+    assert smallest_nbytes(replace(shape, seq_len=int(change.split()[-1]))) <= limit
+
+
+def smallest_nbytes(shape: StepShape) -> int:
+    return REQUEST.peak_nbytes(make_plans(smallest(shape, REQUEST), REQUEST.optimizer))

@@ -15,11 +15,10 @@ from packtrain.planner.plan_table import choice_texts
 from packtrain.planner.step_variants import tile_counts
 from packtrain.planner.training_plans import STEP, build_graph, make_plans
 from packtrain.workflows.planned_run import resume_shape
-from tests import tile_checks
+from tests import search_checks, tile_checks
 from tests.architectures import CONFIGS
-from tests.search_checks import REQUEST, SHAPE
+from tests.search_checks import LONG, REQUEST
 
-LONG = replace(SHAPE, config=replace(SHAPE.config, block_count=4), seq_len=512, max_norm=None)
 TILED = replace(LONG, num_row_tiles=8)
 
 
@@ -66,6 +65,11 @@ def test_a_search_takes_tiles_only_where_the_budget_needs_them():
     plans = make_plans(answer.shape, AdamW())
     assert REQUEST.peak_nbytes(plans) <= min_nbytes
     assert "blocks in 8 tiles of their rows" in choice_texts(plans)
+
+
+@pytest.mark.parametrize("context", [4, 128])
+def test_a_refusal_of_tiles_names_a_context_that_fits(context):
+    search_checks.check_suggested_context(LONG, context)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from packtrain.planner.checkpointing import ALWAYS_OFFLOAD, NEVER_OFFLOAD, unifo
 from packtrain.planner.drafts import DraftEstimator, PlanDraft, repeats
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
-from packtrain.planner.step_variants import CHUNK_SIZES, candidates, extreme_shapes
+from packtrain.planner.step_variants import CHUNK_SIZES, candidates, extreme_shapes, tile_counts
 from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, blocks_in
 
 ROUNDS, EXTRA_ROUNDS = 3, 6  # choices built for a shape; more rounds for each other limited space
@@ -327,7 +327,7 @@ class PlanSearch(DraftEstimator):
         if self._nbytes(replace(shape, seq_len=2), self.estimate(shape), 0) > limit:
             contexts = []  # a shorter context shrinks only the arena
         at = bisect_left(
-            contexts, True, key=lambda n: self._could_fit(replace(shape, seq_len=n), limit)
+            contexts, True, key=lambda n: self._could_fit_tiled(replace(shape, seq_len=n), limit)
         )
         if at < len(contexts):
             return f"it would fit with --ctx {contexts[at]}"
@@ -345,6 +345,11 @@ class PlanSearch(DraftEstimator):
         search._graphs = {k: v for k, v in graphs if k[0] in OPTIMIZER_FREE_GRAPHS}
         search._block_chains = {k: v for k, v in chains if blocks_in(k) in OPTIMIZER_FREE_GRAPHS}
         return search
+
+    def _could_fit_tiled(self, shape: StepShape, limit: int) -> bool:
+        """Whether a plan of the shape fits in any number of tiles that a run could choose."""
+        counts = tile_counts(shape) if self.may_tile else [1]
+        return any(self._could_fit(replace(shape, num_row_tiles=n), limit) for n in counts)
 
     def _could_fit(self, shape: StepShape, limit: int) -> bool:
         """Whether a plan of the shape fits; builds the plan only where the estimate is within SLACK of the limit."""

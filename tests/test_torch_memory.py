@@ -1,5 +1,6 @@
 """What PyTorch's kernels take on the CPU, also inside of its functions, is what a plan counts for them."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,10 @@ from packtrain.engine.backends.torch_temporaries import (
     kernel_footprint,
     untracked_nbytes,
 )
-from packtrain.engine.tensor import Call
+from packtrain.engine.ops.torch_kernels import CHUNK
+from packtrain.engine.optim.adamw8bit import coded_leaves, coded_moments, opt_moments_adamw8bit
+from packtrain.engine.optim.muon8bit import opt_momentum8bit
+from packtrain.engine.tensor import Call, Op, input, weight
 
 pytestmark = pytest.mark.torch
 ALLOWED_NBYTES = 4096  # of a few small tensors
@@ -120,3 +124,14 @@ def test_products_take_what_is_counted_and_keep_nothing(shape: tuple[int, int, i
 
 def test_tiles_and_blocks_are_no_part_of_other_functions() -> None:
     assert torch_temporaries.untracked_nbytes(torch.ops.aten.add.Tensor, ()) == 0
+
+
+@pytest.mark.parametrize("op", [opt_momentum8bit, opt_moments_adamw8bit])
+def test_moments_in_8_bits_are_updated_a_part_at_a_time(op: Op) -> None:
+    """Temporaries of a whole matrix would take more than the 3 bytes a value that 8 bits save."""
+    matrix, numbers = (8192, 4096), {"hyper": (7,), "momentum": (), "gate": ()}
+    w, names = weight("w", matrix), list(inspect.signature(op.rule).parameters)
+    states = coded_moments(w) if op is opt_moments_adamw8bit else coded_leaves("b", w)
+    others = [input(name, shape) for name, shape in numbers.items() if name in names]
+    footprint = kernel_footprint(op, (input("g", matrix), *states, *others), {})
+    assert 0 < footprint.nbytes <= 48 * CHUNK

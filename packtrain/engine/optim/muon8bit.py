@@ -7,7 +7,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.engine.ops.arrays import flatten
-from packtrain.engine.ops.torch_kernels import torch
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, torch
 from packtrain.engine.optim import adamw8bit
 from packtrain.engine.optim.adamw import AdamW
 from packtrain.engine.optim.adamw8bit import BLOCK, AdamW8bit, code_table, coded_leaves, i8
@@ -81,9 +81,12 @@ def opt_momentum8bit_cpu(out, g, b, b_scale, momentum, gate):
 
 
 @opt_momentum8bit.kernel("torch")
-def opt_momentum8bit_torch(out, g, *inputs):
-    tables = (torch.from_numpy(table).to(g.device) for table in code_table(True)[:2])
-    _add_momentum(torch, *tables, out[2].view(-1), g.reshape(-1), *inputs)
+def opt_momentum8bit_torch(out, g, b, b_scale, momentum, gate):
+    tables = [torch.from_numpy(table).to(g.device) for table in code_table(True)[:2]]
+    value, flat_g = out[2].view(-1), g.reshape(-1)
+    for start, end in chunk_bounds(len(b), CHUNK // BLOCK, g):
+        span, blocks = slice(start * BLOCK, end * BLOCK), (b[start:end], b_scale[start:end])
+        _add_momentum(torch, *tables, value[span], flat_g[span], *blocks, momentum, gate)
 
 
 @opt_momentum8bit.samples

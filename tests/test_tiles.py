@@ -1,11 +1,13 @@
 """Blocks in tiles of their rows: the same gradients in less memory, and only where the budget needs them."""
 
+import tracemalloc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.engine import backends
+from packtrain.engine import backends, row_tiles
 from packtrain.engine.memory_plan import verify
 from packtrain.engine.optim import AdamW
 from packtrain.engine.row_tiles import in_tiles
@@ -98,3 +100,18 @@ def test_a_resumed_run_keeps_its_tiles():
     del about["tiles"]
     assert resume_shape(TILED, about).num_row_tiles == 1
     assert build_graph(STEP, LONG, AdamW()).graph.calls
+
+
+def test_adding_to_gradients_allocates_no_tile():
+    x = pt.input("x", (1, 4, 1 << 20))
+    (y,) = in_tiles(lambda tiles, wholes: [pt.sqr(tiles[0])], [x], {}, 4)
+    attrs = {"body": y.call.attrs["body"], "dy_indices": (0,), "dx_indices": (0,)}
+    (work,) = row_tiles.tiled_back.workspaces["cpu"](x, x, x, **attrs)
+    acc, dy, value = np.ones((3, *x.shape), np.float32)
+    kernel, arena = row_tiles.tiled_back.kernels["cpu"].run, np.empty(work.shape, np.float32)
+    for _ in range(2):  # the first call plans and compiles
+        tracemalloc.start()
+        kernel(acc, acc, dy, value, **attrs, work=[arena])
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert (acc == 5).all() and peak_nbytes < value[0, 0].nbytes // 2

@@ -222,8 +222,10 @@ def _run_tiles(start, program, dy_indices, out, tensors):
         tiles |= {"fresh": np.float32(at == 0), "fresh.0": np.float32(at == 0 and acc is None)}
         for name, value in run(tiles).items():
             target = _tile(results[int(name.removeprefix("out."))], at, body.count)
-            is_added = acc is not None and name == "out.0"
-            target[...] = value + _tile(acc, at, body.count) if is_added else value
+            if acc is not None and name == "out.0":
+                np.add(value, _tile(acc, at, body.count), out=target)
+            else:
+                target[...] = value
 
 
 def _tile(x, at, count):

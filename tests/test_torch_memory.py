@@ -132,6 +132,6 @@ def test_moments_in_8_bits_are_updated_a_part_at_a_time(op: Op) -> None:
     matrix, numbers = (8192, 4096), {"hyper": (7,), "momentum": (), "gate": ()}
     w, names = weight("w", matrix), list(inspect.signature(op.rule).parameters)
     states = coded_moments(w) if op is opt_moments_adamw8bit else coded_leaves("b", w)
-    others = [input(name, shape) for name, shape in numbers.items() if name in names]
-    footprint = kernel_footprint(op, (input("g", matrix), *states, *others), {})
+    number_inputs = [input(name, shape) for name, shape in numbers.items() if name in names]
+    footprint = kernel_footprint(op, (input("g", matrix), *states, *number_inputs), {})
     assert 0 < footprint.nbytes <= 48 * CHUNK

@@ -1,4 +1,4 @@
-"""Variants of a training step: shapes that compute the requested result, except for the order of additions."""
+"""Variants of a training step: the same result but for the order of additions, and what dropout draws in other rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace

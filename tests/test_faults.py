@@ -30,5 +30,5 @@ def test_there_are_faults_of_every_kind() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert set(areas) == {
         "kernel", "vjp", "gradient", "recomputation", "view", "place", "in place", "update", "planner", "run",
-        "search", "verifier",
+        "search", "verifier", "tiles",
     }  # fmt: skip

@@ -18,8 +18,8 @@ KIND_FLAGS = {
     "full": ("--full",),
     "frozen": ("--full", "--freeze", "token_embd*", "--freeze", "blk.*.ffn_*"),
     "last": ("--full", "--num-layers", "1"),
-    "lora": ("--merge", "plain"),
-    "lora last": ("--merge", "plain", "--num-layers", "1"),
+    "lora": ("--merge", "plain", "--lora-rank", "128"),
+    "lora last": ("--merge", "plain", "--lora-rank", "128", "--num-layers", "1"),
 }
 BATCHES = 1, 2, 1, 4  # by turns; the search takes longest for four, which can be split in most ways
 SINGLE = "llama4", "cohere2"  # whose searches would take longest

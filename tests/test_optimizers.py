@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -138,16 +138,22 @@ def test_one_file_and_its_name_add_an_optimizer(copy: Path) -> None:
 
 
 def test_moments_in_8_bits_take_a_quarter_and_resume_with_equal_bits(copy: Path) -> None:
-    flags = SMALL.replace("toy --blend 0.25", "adamw8bit").replace("--dim 32", "--dim 128")
-    for name, steps in (("whole8", "5"), ("parts8", "2"), ("parts8", "5 --resume")):
+    plan, _ = check_resume(copy, "adamw8bit")
+    assert plan["state_bytes"] < 0.26 * 2 * plan["weights_bytes"]
+
+
+def check_resume(copy: Path, optimizer: str) -> tuple[dict[str, Any], list[str]]:
+    """A resumed run ends with the bits of one left alone; returns its plan and the names of its checkpoint."""
+    flags = SMALL.replace("toy --blend 0.25", optimizer).replace("--dim 32", "--dim 128")
+    unbroken, resumed = f"unbroken-{optimizer}", f"resumed-{optimizer}"
+    for name, steps in ((unbroken, "5"), (resumed, "2"), (resumed, "5 --resume")):
         ran = packtrain_in(copy, f"{flags} -o {name}.gguf --iters {steps}")
         assert ran.returncode == 0, ran.stderr
-    saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in ("whole8", "parts8")]
+    saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in (unbroken, resumed)]
     assert [*saved[0].entries] == [*saved[1].entries]
     for name in saved[0].entries:
         assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
-    plan = json.loads((copy / "whole8.run/plan.json").read_text())
-    assert plan["state_bytes"] < 0.26 * 2 * plan["weights_bytes"]
+    return json.loads((copy / f"{unbroken}.run/plan.json").read_text()), [*saved[0].entries]
 
 
 def test_steps_with_moments_in_8_bits_are_nearly_those_in_32() -> None:
@@ -171,15 +177,8 @@ def test_a_step_of_muon_with_momentum_in_8_bits_is_nearly_that_of_muon() -> None
 
 
 def test_momentum_in_8_bits_takes_an_eighth_and_resumes_with_equal_bits(copy: Path) -> None:
-    flags = SMALL.replace("toy --blend 0.25", "muon8bit").replace("--dim 32", "--dim 128")
-    for name, steps in (("wholem", "5"), ("partsm", "2"), ("partsm", "5 --resume")):
-        ran = packtrain_in(copy, f"{flags} -o {name}.gguf --iters {steps}")
-        assert ran.returncode == 0, ran.stderr
-    saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in ("wholem", "partsm")]
-    assert [*saved[0].entries] == [*saved[1].entries] and any("b8/" in n for n in saved[0].entries)
-    for name in saved[0].entries:
-        assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
-    plan = json.loads((copy / "wholem.run/plan.json").read_text())
+    plan, names = check_resume(copy, "muon8bit")
+    assert any("b8/" in name for name in names)
     assert plan["state_bytes"] < 0.2 * 2 * plan["weights_bytes"]  # embeddings have two moments
 
 

@@ -451,9 +451,8 @@ def test_a_run_that_is_refused_ends_its_page(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", "--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY_FLAGS]
-    assert (
-        main([*arguments, "--memory", "2MiB"]) == 3
-    )  # may start the threads of kernels, which stay
+    # kernels' threads, which may start here, stay
+    assert main([*arguments, "--memory", "2MiB"]) == 3
     before = threading.active_count()
     assert main([*arguments, "--watch", "0", "--memory", "2MiB"]) == 3
     assert threading.active_count() == before

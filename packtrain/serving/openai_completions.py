@@ -156,9 +156,9 @@ class ChatCompletionFormat(TextCompletionFormat):
         self._leading = request.words_prefix
         self._shown = [StopTextFilter(call_openings) for _ in request.jobs]
         self._texts = [""] * len(request.jobs)
-        thinks, marks = request.starts_thinking, request.think_marks
-        splitters = [ReasoningSplitter(bool(thinks), marks) for _ in request.jobs]
-        self._thoughts = None if thinks is None else splitters
+        thinks, self._thoughts = request.starts_thinking, list[ReasoningSplitter]()
+        if thinks is not None:
+            self._thoughts += [ReasoningSplitter(thinks, request.think_marks) for _ in request.jobs]
 
     def _response_head(self, object_type: str) -> JsonObject:
         warnings = self._request.warnings

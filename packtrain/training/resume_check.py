@@ -14,12 +14,7 @@ from packtrain.training.training_job import SOURCES, TrainingJob
 
 # values in checkpoints that lack a setting, where those are not its default
 LEGACY_VALUES = {"shuffle_samples": False}
-ORDER_FIELDS = (
-    "rows",
-    "chunk",
-    "layered",
-    "tiles",
-)  # they fix the order of floating-point additions
+ORDER_FIELDS = "rows", "chunk", "layered", "tiles"  # of floating-point additions
 
 
 def check_compatible(

@@ -27,9 +27,8 @@ class Muon8bit(Muon):
     for_others: ClassVar[type[AdamW]] = AdamW8bit
 
     def momentum_of(self, w: Tensor) -> Tensors:
-        return (
-            Muon.momentum_of(self, w) if w.spec.size < adamw8bit.MIN_SIZE else coded_leaves("b", w)
-        )
+        is_small = w.spec.size < adamw8bit.MIN_SIZE
+        return Muon.momentum_of(self, w) if is_small else coded_leaves("b", w)
 
     def add_momentum(self, g: Tensor, states: Tensors, momentum: Tensor, gate: Tensor) -> Tensors:
         if len(states) == 1:

@@ -82,9 +82,10 @@ class BlockChain:
         self.build, self.count, self.like = build, count, like
         self.head_setters, self.head_chunk = head_setters, head_chunk
         strategies_per_graph = max(min(count - 2, strategies_per_graph), MIN_STRATEGIES_PER_GRAPH)
-        self.saves_input = saves_input
         cost_options = strategies_per_graph, target, space, offload_mode
-        self.block = BlockCosts(build, rates, reserved_nbytes, *cost_options, False, saves_input)
+        self.block = BlockCosts(
+            build, rates, reserved_nbytes, *cost_options, saves_input=saves_input
+        )
         self.two_pass_costs = BlockCosts(
             build_two_pass or build, rates, (0, reserved_nbytes[1]), *cost_options, is_two_pass=True
         )
@@ -146,7 +147,8 @@ class BlockChain:
     @property
     def _input_nbytes(self) -> int:
         """Bytes of the first block's input that are saved."""
-        return self.block.stream_nbytes if self.saves_input or self.num_two_pass_blocks else 0
+        is_saved = self.block.saves_input or self.num_two_pass_blocks
+        return self.block.stream_nbytes if is_saved else 0
 
     @property
     def _all_calls_nbytes(self) -> int:

@@ -5,19 +5,16 @@ python -m benchmarks.bench --part llama --llama-bench PATH     reading and writi
 python -m benchmarks.bench --help                              every flag; those of `packtrain bench` are the same
 """
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import llama, torch_products, torch_steps
-from benchmarks.peer_process import PeerError
+from benchmarks.command_line import run_command
 from packtrain.cli import bench
-from packtrain.common.errors import InputError
 from packtrain.common.files import require_existing
-from packtrain.common.options import add_flags, from_flags, option, positional
+from packtrain.common.options import option, positional
 from packtrain.devtools.bench.bench_table import BenchTable
 
 PARTS = (*bench.BENCH_PARTS, "llama")
@@ -73,20 +70,7 @@ def add_note(table: BenchTable) -> BenchTable:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench",
-        description=__doc__.partition("\n")[0],
-        allow_abbrev=False,
-    )
-    add_flags(parser, PeerBenchSettings)
-    try:
-        return run(from_flags(PeerBenchSettings, parser.parse_args(arguments)))
-    except InputError as error:
-        print(f"benchmarks.bench: error: {error}", file=sys.stderr)
-        return 2
-    except PeerError as error:
-        print(f"benchmarks.bench: error: {error}", file=sys.stderr)
-        return 1
+    return run_command("benchmarks.bench", __doc__, PeerBenchSettings, run, arguments)
 
 
 if __name__ == "__main__":

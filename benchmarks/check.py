@@ -4,18 +4,16 @@ python -m benchmarks.check --markdown docs/ops.md     writes the page of all ops
 python -m benchmarks.check --help                     every flag; the others are those of `packtrain check`
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.command_line import run_command
 from benchmarks.ops_page import ops_page
 from packtrain.cli import check
-from packtrain.common.errors import InputError
 from packtrain.common.files import check_writable, write_text
-from packtrain.common.options import add_flags, from_flags, option
+from packtrain.common.options import option
 from packtrain.devtools.check.check_cases import check_op, checkable_names
 
 
@@ -51,17 +49,7 @@ def run(settings: PeerCheckSettings) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.check",
-        description=__doc__.partition("\n")[0],
-        allow_abbrev=False,
-    )
-    add_flags(parser, PeerCheckSettings)
-    try:
-        return run(from_flags(PeerCheckSettings, parser.parse_args(arguments)))
-    except InputError as error:
-        print(f"benchmarks.check: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("benchmarks.check", __doc__, PeerCheckSettings, run, arguments)
 
 
 if __name__ == "__main__":

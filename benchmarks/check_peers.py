@@ -14,12 +14,13 @@ from packtrain.devtools.check.check_cases import (
     CheckSample,
     as_floats,
     check_op,
+    error_limit,
     has_gradient,
     kind,
+    max_difference,
     samples_with_values,
 )  # fmt: skip
 from packtrain.devtools.check.op_samples import Values, graph_of
-from packtrain.devtools.check.running import error_limit, max_difference
 from packtrain.dtypes import dtype_of
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate

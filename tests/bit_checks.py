@@ -8,7 +8,7 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import kernels
-from packtrain.devtools.check.gradients import dense, gradients
+from packtrain.devtools.check.check_cases import dense, gradients, run_graph
 from packtrain.devtools.check.op_samples import (
     Values,
     constant_values,
@@ -19,7 +19,6 @@ from packtrain.devtools.check.op_samples import (
     rewrite_call,
     samples_of_op,
 )
-from packtrain.devtools.check.running import run_graph
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Backend
 from packtrain.engine.backends.torch_backend import as_tensor

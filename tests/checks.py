@@ -8,16 +8,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from packtrain.devtools.check.check_cases import CheckResult, check_slopes, check_values
-from packtrain.devtools.check.gradients import slope, slope_deviation
-from packtrain.devtools.check.op_samples import Values, random_values
-from packtrain.devtools.check.running import (
+from packtrain.devtools.check.check_cases import (
     TOLERANCE,
+    CheckResult,
+    check_slopes,
+    check_values,
     error_limit,
     execute,
     max_difference,
     run_graph,
+    slope,
+    slope_deviation,
 )
+from packtrain.devtools.check.op_samples import Values, random_values
 from packtrain.engine import backends
 
 __all__ = ["Values", "execute", "random_values", "run_graph", "slope"]

@@ -10,8 +10,8 @@ import pytest
 
 import packtrain as pt
 from packtrain.cli.main import main
+from packtrain.devtools.check.check_cases import run_graph
 from packtrain.devtools.check.op_samples import store_values
-from packtrain.devtools.check.running import run_graph
 from packtrain.dtypes import RECODABLE, Dtype
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
-from packtrain.cli.event_output import TerminalEvents
+from packtrain.cli.event_output import MIN_WIDTH, TerminalEvents, side_by_side
 from packtrain.cli.main import main
-from packtrain.cli.side_by_side import MIN_WIDTH, side_by_side
 from packtrain.workflows import behaviour_check
 from packtrain.workflows.behaviour_check import MAX_TOKENS, CheckedAnswer, answer_findings
 from tests.architectures import random_model

@@ -13,7 +13,7 @@ import pytest
 import packtrain as pt
 from packtrain import kernels
 from packtrain.cli.main import main
-from packtrain.devtools.check.running import run_graph
+from packtrain.devtools.check.check_cases import run_graph
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
 from packtrain.engine.graph import Graph

@@ -11,7 +11,7 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.devtools.bench.training import of_preset
-from packtrain.devtools.check.running import run_graph
+from packtrain.devtools.check.check_cases import run_graph
 from packtrain.dtypes import BLOCK_TYPES, i32
 from packtrain.engine import backends, ops
 from packtrain.engine.interpreter import interpret

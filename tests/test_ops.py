@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.devtools.check.check_cases import STRAIGHT_THROUGH
+from packtrain.devtools.check.check_cases import STRAIGHT_THROUGH, execute
 from packtrain.devtools.check.op_samples import graph_of, random_values, samples_of_op
-from packtrain.devtools.check.running import execute
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Target
 from packtrain.engine.tensor import OPS

@@ -17,7 +17,7 @@ from packtrain.data.conversations import TokenizedSamples
 from packtrain.data.conversations.messages import AnswerPair
 from packtrain.data.conversations.record_formats import RecordReader
 from packtrain.data.text.documents import SourceFile
-from packtrain.devtools.check.running import run_graph
+from packtrain.devtools.check.check_cases import run_graph
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
 from packtrain.engine.graph import Graph

@@ -18,11 +18,12 @@ from packtrain.inference.sampling import (
     token_rng,
 )
 from packtrain.inference.sampling.dry import dry_penalty
-from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
 from packtrain.inference.sampling.samplers import (
     dynamic_temperature,
     logit_bias,
     min_p,
+    mirostat,
+    mirostat_2,
     probabilities,
     recent_penalties,
     tail_free,
@@ -31,6 +32,7 @@ from packtrain.inference.sampling.samplers import (
     top_n_sigma,
     top_p,
     typical,
+    update_mu,
     xtc,
 )
 from packtrain.inference.sampling.sampling_settings import named

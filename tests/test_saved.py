@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from packtrain import Graph, input, kernels, place
-from packtrain.devtools.check.running import run_graph
+from packtrain.devtools.check.check_cases import run_graph
 from packtrain.dtypes import bf16
 from packtrain.engine import backends, ops
 from packtrain.engine.optim import AdamW

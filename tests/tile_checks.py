@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from packtrain.devtools.check.check_cases import run_graph
 from packtrain.devtools.check.op_samples import store_values
-from packtrain.devtools.check.running import run_graph
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.engine import backends, row_tiles
 from packtrain.engine.autodiff import differentiate

@@ -2,17 +2,18 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from html import escape
+from pathlib import Path
 
 from packtrain.cli import DONE, print_message
-from packtrain.cli.comparison_page import comparison_page
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.errors import printable
 from packtrain.common.files import check_writable, write_text
-from packtrain.common.text import aligned
-from packtrain.training.model_loss import MeanEstimate
+from packtrain.common.text import aligned, plural
+from packtrain.training.monitoring.runs_page import scriptless_page
 from packtrain.workflows.comparison import ComparedModel, CompareSettings, ComparisonResult, compare
 from packtrain.workflows.tool_call_scores import call_shares
 
@@ -24,7 +25,8 @@ def run(settings: CompareSettings) -> int:
     check_writable(settings.html, "--html")
     check_writable(settings.json, "--json")
     comparison = compare(settings, TerminalEvents())
-    for line in table_lines(settings, comparison):
+    rows = table_rows(settings, comparison)
+    for line in aligned([[*rows[0]], *([*row.values()] for row in rows)]):
         print(line)
     for line in example_lines(settings, comparison):
         print(printable(line))
@@ -39,10 +41,8 @@ def run(settings: CompareSettings) -> int:
     return DONE
 
 
-def table_columns(
-    settings: CompareSettings, comparison: ComparisonResult
-) -> dict[str, Callable[[ComparedModel], str]]:
-    """Return the table's columns: headings, each with a function from a model to its cell."""
+def table_rows(settings: CompareSettings, comparison: ComparisonResult) -> list[dict[str, str]]:
+    """Return the table's rows, one for each model: its cells by their headings."""
 
     def wins(subject: ComparedModel) -> str:
         if subject is comparison.subjects[0]:
@@ -50,34 +50,32 @@ def table_columns(
         ties = len(comparison.questions) - subject.wins - subject.losses
         return f"{subject.wins} won, {subject.losses} lost, {ties} even"
 
-    num_questions = len(comparison.questions)
+    def share(count: int, total: int = len(comparison.questions)) -> str:
+        return f"{count} of {total} ({count / total:.0%})"
+
+    def call_share(name: str, subject: ComparedModel) -> str:
+        return next(share(n, all) for x, n, all in call_shares(subject.calls) if x == name)
+
     shown: dict[str, Callable[[ComparedModel], str]] = {"model": lambda subject: subject.name}
     if comparison.subjects[0].loss is not None:
         shown["loss"] = lambda subject: str(subject.loss)
     if settings.kl:
         shown["KL from the first"] = lambda subject: subject.kl.text(6) if subject.kl else ""
-    shown["right"] = lambda subject: (
-        f"{sum(subject.right)} of {num_questions} ({sum(subject.right) / num_questions:.0%})"
-    )
+    shown["right"] = lambda subject: share(sum(subject.right))
     if settings.has is not None:
-        shown["has style"] = lambda subject: (
-            f"{sum(subject.has)} of {num_questions} ({sum(subject.has) / num_questions:.0%})"
-        )
+        shown["has style"] = lambda subject: share(sum(subject.has))
     if settings.judge is not None:
-        shown["judged"] = lambda subject: f"{sum(subject.scores) / num_questions:.3f}"
+        shown["judged"] = lambda subject: f"{sum(subject.scores) / len(comparison.questions):.3f}"
     for name, _, _ in call_shares(comparison.subjects[0].calls):
-        shown[name] = partial(_call_share, name)
+        shown[name] = partial(call_share, name)
     shown["words"] = lambda subject: f"{subject.words:.0f}"
     shown[f"by {settings.rule}"] = wins
     if settings.text is not None:
-        shown[f"perplexity of {settings.text.name}"] = lambda subject: _perplexity(subject.text)
-    return shown
-
-
-def _call_share(name: str, subject: ComparedModel) -> str:
-    return next(
-        f"{n} of {all} ({n / all:.0%})" for x, n, all in call_shares(subject.calls) if x == name
-    )
+        heading = f"perplexity of {settings.text.name}"
+        shown[heading] = lambda subject: str(subject.text.exponential) if subject.text else ""
+    return [
+        {name: cell(subject) for name, cell in shown.items()} for subject in comparison.subjects
+    ]
 
 
 def comparison_json(comparison: ComparisonResult) -> str:
@@ -100,19 +98,6 @@ def comparison_json(comparison: ComparisonResult) -> str:
     return json.dumps({"questions": questions, "models": models}, ensure_ascii=False) + "\n"
 
 
-def _perplexity(loss: MeanEstimate | None) -> str:
-    return "" if loss is None else str(loss.exponential)
-
-
-def table_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iterator[str]:
-    column_texts = table_columns(settings, comparison)
-    table_rows = [
-        [*column_texts],
-        *([make(subject) for make in column_texts.values()] for subject in comparison.subjects),
-    ]
-    yield from aligned(table_rows)
-
-
 def example_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iterator[str]:
     """Yield lines that show the first answers side by side."""
     for question_index, question in enumerate(comparison.questions[: settings.show]):
@@ -130,9 +115,44 @@ def _one_line(text: str) -> str:
 
 
 def html_page(settings: CompareSettings, comparison: ComparisonResult) -> str:
-    """Return the comparison as an HTML page that loads nothing."""
-    shown = table_columns(settings, comparison)
-    table_rows = [
-        {name: cell(subject) for name, cell in shown.items()} for subject in comparison.subjects
-    ]
-    return comparison_page(settings.data, table_rows, comparison)
+    """Return the page as HTML, which loads nothing and has no script."""
+    rows = table_rows(settings, comparison)
+    header_cells = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    row_cells = (
+        "".join(f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in row.items())
+        for row in rows
+    )
+    table_html = "".join(f"<tr>{row}</tr>" for row in row_cells)
+    model_names = [Path(subject.name).name for subject in comparison.subjects]
+    if len(set(model_names)) < len(model_names):
+        model_names = [subject.name for subject in comparison.subjects]
+    articles = "\n".join(
+        _article(comparison, model_names, number) for number in range(len(comparison.questions))
+    )
+    subtitle = f"{plural(len(comparison.questions), 'conversation')} of {settings.data}"
+    return scriptless_page(
+        "Models compared",
+        f"<h1>Models compared</h1>\n<p>{escape(subtitle)}</p>\n"
+        f'<section><div class="scroll"><table><tr>{header_cells}</tr>{table_html}</table></div></section>\n{articles}',
+        "answers.css",
+    )
+
+
+def _article(comparison: ComparisonResult, model_names: Sequence[str], number: int) -> str:
+    """Return the HTML of a question, the data's answer, and the models' answers."""
+    question = comparison.questions[number]
+    columns = [_answer_column("data", "the answer in the data", "", question.answer)]
+    for name, subject in zip(model_names, comparison.subjects, strict=True):
+        kind = "right" if (subject.has or subject.right)[number] else "wrong"
+        verdict = kind if not subject.has else "in style" if kind == "right" else "not in style"
+        verdict += f", score {subject.scores[number]:.3g}" if subject.scores else ""
+        columns.append(_answer_column(kind, name, f" · <b>{verdict}</b>", subject.answers[number]))
+    return (
+        f"<article><h3>{number + 1:,} of {len(comparison.questions):,}</h3>"
+        f'<pre class="question">{escape(question.text)}</pre>'
+        f'<div class="answers">{"".join(columns)}</div></article>'
+    )
+
+
+def _answer_column(kind: str, name: str, verdict: str, answer: str) -> str:
+    return f'<div class="{kind}"><h3>{escape(name)}{verdict}</h3><pre>{escape(answer)}</pre></div>'

@@ -1,22 +1,73 @@
 """All checks of one op, or of a function composed of ops."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from packtrain.devtools.check import op_samples
 from packtrain.devtools.check.function_checks import FUNCTIONS, FunctionSample, samples_of
-from packtrain.devtools.check.gradients import WEIGHTINGS, dense, slope_error, softened
 from packtrain.devtools.check.op_samples import Values, graph_of, random_values, samples_of_op
-from packtrain.devtools.check.running import TOLERANCE, error_limit, max_difference, run_graph
-from packtrain.dtypes import READABLE, f32
-from packtrain.engine.backends import Backend
+from packtrain.dtypes import READABLE, bf16, f32
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.backends import Backend, Target, cpu
+from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.interpreter import interpret
-from packtrain.engine.tensor import OPS, Call
+from packtrain.engine.placement import place
+from packtrain.engine.tensor import OPS, Call, Tensor, constant
 from packtrain.kernels.quant.quantized_arrays import dequantize
+
+# relative to the largest value, or to 1 where all values are smaller
+TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}
+TOLERANCE["int8"] = TOLERANCE["rounded otherwise"]
+
+
+def run_graph(
+    graph: Graph, leaf_values: Values, backends: tuple[Backend, ...] = (cpu,)
+) -> dict[str, np.ndarray]:
+    """Run a graph in a fresh session; returns outputs and new values of updated leaves, as `interpret` does."""
+    return execute(Session().executor(place(graph, Target(backends))), leaf_values)
+
+
+def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
+    """Set the leaves, run once, and return outputs and new values of updated leaves."""
+    session, graph = executor.session, executor.placed.graph
+    leaf_kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
+    session.set({n: v for n, v in leaf_values.items() if leaf_kinds.get(n) in ("weight", "state")})
+    outputs = executor({n: v for n, v in leaf_values.items() if leaf_kinds.get(n) == "input"})
+    return {t.base.label: session.get(t.base.label) for t in graph.updates} | outputs
+
+
+def error_limit(actual: np.ndarray) -> float:
+    """Return the largest `max_difference` allowed for results of this element type."""
+    name = "rounded otherwise" if actual.dtype == bf16.numpy else actual.dtype.name
+    return TOLERANCE.get(name, 0.0)
+
+
+def max_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference, relative to the largest value or to 1 where all values are smaller.
+
+    Infinite if infinities and NaNs are in different places, or the shapes differ. For bf16, which is rounded at random,
+    and codes in 8 bits: the share of values that are rounded to the next.
+    """
+    if actual.shape != expected.shape:
+        return np.inf
+    if actual.dtype.names:  # blocks
+        actual, expected = dequantize(actual), dequantize(expected)
+    if actual.dtype in (bf16.numpy, np.int8):
+        as_int = np.dtype(f"i{actual.dtype.itemsize}")
+        steps = np.abs((actual.view(as_int) - expected.view(as_int)).astype(int))  # wraps around
+        return np.inf if steps.max(initial=0) > 1 else np.count_nonzero(steps) / max(steps.size, 1)
+    finite = np.isfinite(expected)
+    if not np.array_equal(actual[~finite], expected[~finite], equal_nan=expected.dtype.kind == "f"):
+        return np.inf
+    a, b = actual[finite].astype(np.float64), expected[finite].astype(np.float64)
+    largest_error = float(np.abs(a - b).max(initial=0)) / max(1.0, float(np.abs(b).max(initial=0)))
+    return largest_error if np.isfinite(largest_error) else np.inf
+
 
 CheckSample = Call | FunctionSample
 
@@ -169,3 +220,66 @@ def check_slopes(name: str) -> Iterator[CheckResult]:
             error = slope_error(y, dense, exact)
             case = f"with {variant.packed_name} in {variant.dtype}"
             yield CheckResult(name, str(variant.dtype), FLOAT64, SLOPE, case, error, allowed)
+
+
+Weighting = Callable[[Tensor], Tensor]
+
+
+def dense(y: Tensor) -> Tensor:
+    """Multiply y by random weights."""
+    return ops.mul(y, constant("random", np.random.default_rng(7).standard_normal(y.shape)))
+
+
+def reversed_axes(y: Tensor) -> Tensor:
+    return dense(ops.permute(y, axes=tuple(reversed(range(len(y.shape))))))
+
+
+def softened(y: Tensor) -> Tensor:
+    """Multiply soft_max(y) by random weights, for results that may be infinite."""
+    return dense(ops.soft_max(y))
+
+
+# the loss is the sum of the result, whose gradient is then a dense, a permuted or a repeated array
+WEIGHTINGS = (dense, reversed_axes, lambda y: y)
+
+
+def gradients(
+    y: Tensor, weighted: Weighting, wrt: Sequence[Tensor] | None = None
+) -> tuple[Graph, list[Tensor]]:
+    """Return a graph of `loss`, the sum of weighted(y), and `d/<label>` of `wrt` (default: f32 leaves); and `wrt`."""
+    if wrt is None:
+        wrt = [leaf for leaf in op_samples.input_leaves(Graph([y])) if leaf.dtype == f32]
+    loss = ops.sum(weighted(y))
+    grads = differentiate(loss, wrt)
+    return Graph({"loss": loss} | {f"d/{t.label}": g for t, g in grads.items()}), list(grads)
+
+
+def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
+    """Return how far the gradients are from central differences in a random direction, in float64."""
+    graph, leaves = gradients(y, weighted)
+    grads = interpret(graph, leaf_values)
+    rng = np.random.default_rng(11)
+    directions = {leaf.label: rng.standard_normal(leaf.shape) for leaf in leaves}
+    measured_slope = slope(Graph({"loss": graph.outputs["loss"]}), leaf_values, directions)
+    return slope_deviation(
+        measured_slope, {n: grads[f"d/{n}"] * direction for n, direction in directions.items()}
+    )
+
+
+def slope_deviation(measured: float, terms: Values) -> float:
+    """Return |sum of all terms - measured slope| / (root of the terms' sum of squares)."""
+    flat_terms = np.concatenate([term.ravel() for term in terms.values()])
+    return abs(float(flat_terms.sum()) - measured) / (float(np.sqrt((flat_terms**2).sum())) + 1e-3)
+
+
+def slope(graph: Graph, leaf_values: Values, directions: Values) -> float:
+    """Return how fast the graph's `loss` changes along `directions`: central differences of fourth order."""
+
+    def loss(step: float) -> float:
+        moved_values = {
+            n: v + step * directions[n] if n in directions else v for n, v in leaf_values.items()
+        }
+        return float(interpret(graph, moved_values)["loss"])
+
+    h = 1e-4
+    return (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)

@@ -11,7 +11,7 @@ from packtrain.engine.optim.lbfgs import LBFGS
 from packtrain.engine.optim.muon import Muon
 from packtrain.engine.optim.muon8bit import Muon8bit
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, moment
-from packtrain.engine.optim.parts import PART_PREFIX, RankShare, part_of_weight, unsplit_name
+from packtrain.engine.optim.over_ranks import PART_PREFIX, RankShare, part_of_weight, unsplit_name
 from packtrain.engine.optim.sgd import SGD
 from packtrain.engine.tensor import weight
 

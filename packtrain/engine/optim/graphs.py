@@ -10,9 +10,9 @@ from packtrain.dtypes import i64
 from packtrain.engine import ops
 from packtrain.engine.autodiff import Keep, differentiate, differentiate_twice
 from packtrain.engine.graph import Graph
+from packtrain.engine.optim import over_ranks
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs
-from packtrain.engine.optim.over_ranks import all_reduce, reduce_scatter, wait_for_sums
-from packtrain.engine.optim.parts import RankShare, local_gradient_sum, local_parts
+from packtrain.engine.optim.over_ranks import RankShare
 from packtrain.engine.tensor import GraphError, Tensor, input, named, state
 
 ROUNDING = "rounding"  # the input for stochastic rounding of bf16 weights: seed and step
@@ -96,17 +96,17 @@ def accumulation_graph(
     fresh, handles, pending_sums = input("fresh", ()), list[Tensor](), list[Pair]()
 
     def finish_pending() -> None:
-        handles.extend(wait_for_sums(*pending_sum) for pending_sum in pending_sums)
+        handles.extend(over_ranks.wait_for_sums(*pending_sum) for pending_sum in pending_sums)
         pending_sums.clear()
 
     def add_gradient(w: Tensor, g: Tensor) -> None:
-        local_sum = local_gradient_sum(w, share)
+        local_sum = over_ranks.local_gradient_sum(w, share)
         if local_sum is None or share is None:
             handles.append(ops.accumulate(_gradient_sum(w), g, fresh))
             return
         if sum(one.spec.size for _, one in pending_sums) + g.spec.size > BUCKET:
             finish_pending()
-        pending_sums.append((reduce_scatter(local_sum[1], g, fresh, share=share), g))
+        pending_sums.append((over_ranks.reduce_scatter(local_sum[1], g, fresh, share=share), g))
 
     differentiate(outputs["loss"], list(trained), keep, add_gradient, inner)
     finish_pending()
@@ -124,17 +124,22 @@ def update_graph(
     """
     _check_trained(trained)
     builder = _UpdateBuilder(optimizer, input("loss", ()), max_norm, max_value)
-    local_sums = {w: local_gradient_sum(w, share) if is_scattered else None for w in trained}
+    local_sums = {
+        w: over_ranks.local_gradient_sum(w, share) if is_scattered else None for w in trained
+    }
     local_sum_pairs = [sum_pair for sum_pair in local_sums.values() if sum_pair is not None]
     full_sums = [(w, _gradient_sum(w)) for w, sum_pair in local_sums.items() if sum_pair is None]
     for w, g in local_sum_pairs:
         builder.measure(w, g)
     if local_sum_pairs:
-        builder.squares.append(all_reduce(builder.squares[-1]))
+        builder.squares.append(over_ranks.all_reduce(builder.squares[-1]))
     for w, g in full_sums:
         builder.measure(w, g)
     extra_outputs, handles = builder.measured_update(
-        [*local_sum_pairs, *(full_sums if share is None else local_parts(full_sums, share))]
+        [
+            *local_sum_pairs,
+            *(full_sums if share is None else over_ranks.local_parts(full_sums, share)),
+        ]
     )
     return Graph({"squares": named("squares", builder.squares[-1]), **extra_outputs}, handles)
 

@@ -6,9 +6,8 @@ from typing import ClassVar
 from packtrain.common.options import TRAINING
 from packtrain.engine import ops
 from packtrain.engine.optim.adamw import HYPER, AdamW
-from packtrain.engine.optim.momentum import hyper_number, opt_momentum
 from packtrain.engine.optim.optimizer import StepInputs, Tensors, moment
-from packtrain.engine.optim.sgd import opt_step_sgd
+from packtrain.engine.optim.sgd import hyper_number, opt_momentum, opt_step_sgd
 from packtrain.engine.optim.weights import stream_of
 from packtrain.engine.tensor import Tensor
 

@@ -9,12 +9,52 @@ from packtrain import kernels
 from packtrain.common.options import TRAINING
 from packtrain.engine import ops
 from packtrain.engine.ops.arrays import flatten, floats
-from packtrain.engine.ops.torch_kernels import real
+from packtrain.engine.ops.torch_kernels import real, torch
 from packtrain.engine.optim import weights
-from packtrain.engine.optim.momentum import hyper_number, opt_momentum
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs, Tensors, moment
 from packtrain.engine.optim.weights import decay_axes, stored, write
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
+
+
+@op(writes=(0,))
+def opt_momentum(b: Tensor, g: Tensor, momentum: Tensor, gate: Tensor) -> tuple[Spec, ...]:
+    """b = momentum * b + gate * g; nothing changes if gate is not finite. Returns the new handle of b.
+
+    b, g            (...)  f32
+    momentum, gate  ()     f32
+    """
+    Spec(g.shape).require(b=b, g=g)
+    Spec(()).require(momentum=momentum, gate=gate)
+    return (b.spec,)
+
+
+@opt_momentum.kernel("numpy")
+def opt_momentum_numpy(out, b, g, momentum, gate):
+    if np.isfinite(gate):
+        b[...] = momentum * b + gate * g
+
+
+@opt_momentum.kernel("cpu")
+def opt_momentum_cpu(out, b, g, momentum, gate):
+    if np.isfinite(gate):
+        kernels.update.momentum(flatten(b), flatten(g), float(momentum), float(gate))
+
+
+@opt_momentum.kernel("torch")
+def opt_momentum_torch(out, b, g, momentum, gate):
+    torch.where(gate.isfinite(), (b * momentum).add_(g * gate), b, out=b)
+
+
+@opt_momentum.samples
+def opt_momentum_samples():
+    for n, gate in ((1, 1.0), (17, 0.5), (64, np.nan), (70_000, 1.0)):
+        factors = constant("momentum", np.array(0.9)), constant("gate", np.array(gate))
+        yield from opt_momentum(state("b", (n,)), input("g", (n,)), *factors)
+
+
+def hyper_number(hyper: Tensor, index: int) -> Tensor:
+    """Return number `index` of a step: hyper (N,), y ()."""
+    return ops.reshape(ops.narrow(hyper, axis=0, start=index, length=1), shape=())
 
 
 @dataclass(frozen=True, slots=True)

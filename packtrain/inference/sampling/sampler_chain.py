@@ -9,8 +9,7 @@ from packtrain.common.errors import InputError, name_keywords
 from packtrain.inference.sampling import samplers
 from packtrain.inference.sampling.candidate_cuts import SamplerCut, base_cut, token_cut
 from packtrain.inference.sampling.dry import Breakers, dry_penalty
-from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
-from packtrain.inference.sampling.samplers import Candidates
+from packtrain.inference.sampling.samplers import Candidates, mirostat, mirostat_2, update_mu
 from packtrain.inference.sampling.sampling_settings import Sampling
 
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from packtrain.cli.check import has_peer, worst_errors
 from packtrain.devtools.check import check_cases
-from packtrain.devtools.check.function_checks import FUNCTIONS
-from packtrain.devtools.check.op_samples import typed_samples
+from packtrain.devtools.check.op_samples import FUNCTIONS, typed_samples
 from packtrain.dtypes import READABLE, f32
 from packtrain.engine.tensor import OPS
 

@@ -6,8 +6,7 @@ from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
 from packtrain.planner.checkpointing import BlockChain, PlannedChoice, uniform_choice
 from packtrain.planner.cost_model import BackendRates
-from packtrain.planner.drafts import PlanDraft
-from packtrain.planner.estimate import chain
+from packtrain.planner.drafts import PlanDraft, chain
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import PlanSearch, find_fastest_shape, smallest
 from packtrain.planner.step_shape import StepShape

@@ -33,7 +33,7 @@ from packtrain.planner.checkpointing import (
 )
 from packtrain.planner.checkpointing.saved_values import inner_values, split_calls
 from packtrain.planner.cost_model import BackendRates
-from packtrain.planner.estimate import chain
+from packtrain.planner.drafts import chain
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import PlanSearch, find_fastest_shape, smallest
 from packtrain.planner.step_shape import StepShape

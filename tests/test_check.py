@@ -13,7 +13,7 @@ from benchmarks import check as peer_check
 from benchmarks import ops_page
 from packtrain.cli.main import main
 from packtrain.devtools.check import check_cases
-from packtrain.devtools.check.function_checks import FUNCTIONS
+from packtrain.devtools.check.op_samples import FUNCTIONS
 from packtrain.engine import ops
 from packtrain.engine.backends import cpu, numpy
 from packtrain.engine.ops import __all__ as every

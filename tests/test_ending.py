@@ -9,8 +9,8 @@ import pytest
 from packtrain.cli.main import main
 from packtrain.training.checkpoints import TrainingProgress, load_checkpoint
 from packtrain.training.monitoring import metrics_file
-from packtrain.training.stop_criteria import stop_reason
 from packtrain.training.train_settings import TrainSettings
+from packtrain.training.training_loop import stop_reason
 from tests.kill import sample_text
 from tests.test_train import said, train_arguments, weight_bytes
 

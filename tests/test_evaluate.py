@@ -22,7 +22,7 @@ from packtrain.models.model_file import open_model, save_model
 from packtrain.training import perplexity_windows
 from packtrain.training.model_loss import MeanEstimate, loss_executor, loss_plan
 from packtrain.training.monitoring import progress
-from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.monitoring.progress import WorkCounter
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
 from packtrain.workflows import calibration_data
 from packtrain.workflows.eval_data import EvalDataLoader, EvaluateSettings, find_eval_file

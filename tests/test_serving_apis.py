@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from packtrain.serving.stored_responses import StoredResponses
+from packtrain.serving.server_state import StoredResponses
 from tests.clients import Api, model_api, openai
 from tests.test_serving_thoughts import TEMPLATE
 

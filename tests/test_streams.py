@@ -11,7 +11,7 @@ import packtrain as pt
 from packtrain import Graph
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.engine import ops
-from packtrain.engine.backends import Backend, SeparateHost, Target, cpu, cuda_streams
+from packtrain.engine.backends import Backend, SeparateHost, Target, cpu, cuda_graphs
 from packtrain.engine.backends.host import BACKENDS
 from packtrain.engine.backends.torch_backend import TorchDevice
 from packtrain.engine.memory_plan import PlanError, verify
@@ -175,9 +175,9 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
     from packtrain.engine.backends import torch_backend as of_torch
 
     cuda = Cuda()
-    for module in (cuda_streams, of_torch):
+    for module in (cuda_graphs, of_torch):
         monkeypatch.setattr(module, "cuda_of", lambda device: cuda)
-    monkeypatch.setattr(cuda_streams, "STREAMS", {})
+    monkeypatch.setattr(cuda_graphs, "STREAMS", {})
     monkeypatch.setattr(TorchDevice, "recorded_calls", lambda self, op_calls, calls: calls)
     monkeypatch.setattr(TorchDevice, "reserve", lambda self, op_calls: None)
     far_backend = TorchDevice("cuda", "cpu")
@@ -204,8 +204,8 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
 )
 def test_arrays_of_any_type_travel_both_ways(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda()
-    monkeypatch.setattr(cuda_streams, "cuda_of", lambda device: cuda)
-    monkeypatch.setattr(cuda_streams, "STREAMS", {})
+    monkeypatch.setattr(cuda_graphs, "cuda_of", lambda device: cuda)
+    monkeypatch.setattr(cuda_graphs, "STREAMS", {})
     far_backend, spec = TorchDevice("cuda", "cpu"), pt.Spec((3, 32), dtype)
     raw = np.random.default_rng(0).integers(0, 255, spec.nbytes, dtype=np.uint8)
     host_array = cpu.view(raw, 0, spec, spec.strides)

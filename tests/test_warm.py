@@ -18,9 +18,8 @@ from packtrain.common.events import Counted, Events, TaskCallbacks
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile, open_model, save_model
 from packtrain.models.model_metadata import model_metadata
-from packtrain.workflows import chat_session, text_generation
-from packtrain.workflows import warmup as warming
-from packtrain.workflows.warmup import warm
+from packtrain.workflows import generation_settings as warming
+from packtrain.workflows.generation_settings import warm
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 from tests.models import bind_graph, gradient_graph, relative_error, seeded_batch
 from tests.numpy_models import Model
@@ -68,8 +67,7 @@ def test_commands_warm_up_unless_told_not_to(
     path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     warmed = list[ModelFile]()
-    workflow = {"generate": text_generation, "chat": chat_session}[command]
-    monkeypatch.setattr(workflow, "warm", lambda model, events: warmed.append(model))
+    monkeypatch.setattr(warming, "warm", lambda model, events: warmed.append(model))
     monkeypatch.setattr("sys.stdin", StringIO("a\n"))
     for flag, count in (("--no-warmup", 0), ("--temp=0", 1)):
         assert main([command, str(path), "-n", "1", flag]) == 0

@@ -25,7 +25,7 @@ from packtrain.devtools.bench.timing import ProcessorWait
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model
 from packtrain.planner.speed_probe import MAX_WAIT_SHARE
-from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.monitoring.progress import WorkCounter
 
 BENCH_PARTS = "machine", "ops", "products", "steps"
 QUICK_PARTS = BENCH_PARTS[:3]

@@ -17,7 +17,7 @@ from packtrain.common.text import did_you_mean, plural
 from packtrain.devtools.check import check_cases
 from packtrain.devtools.check.check_cases import NO_KERNEL, CheckResult, check_op, checkable_names
 from packtrain.engine.backends import DEVICES, target
-from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.monitoring.progress import WorkCounter
 
 CHECKS = (check_cases.VALUE, check_cases.SLOPE, check_cases.PEER)
 

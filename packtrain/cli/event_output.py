@@ -18,8 +18,7 @@ from packtrain.common.signals import stop_on_signals
 from packtrain.distributed import rank
 from packtrain.kernels.runtime import environment
 from packtrain.training.monitoring.metrics_file import record_line
-from packtrain.training.monitoring.progress import ProgressLine, bar_module, redraws
-from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.monitoring.progress import ProgressLine, WorkCounter, bar_module, redraws
 from packtrain.training.run_settings import RunSettings
 from packtrain.workflows.behaviour_check import END_LABELS, CheckedAnswer
 

@@ -1,13 +1,17 @@
-"""/embeddings and /v1/embeddings: vectors of texts in llama-server's and OpenAI's shape."""
+"""/embeddings, /v1/embeddings: vectors of texts in llama-server's and OpenAI's shape; /rerank: texts that fit one."""
 
 import base64
+import re
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 
 from packtrain.common.errors import InputError
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.models.model_file import RERANK_HEAD, ModelFile
 from packtrain.serving.json_fields import JsonBody, parse_prompts
+from packtrain.serving.response_shapes import HttpRefusal
 from packtrain.serving.server_state import Server
 
 MAX_TEXTS = 2048
@@ -64,3 +68,78 @@ def encoded(vector: np.ndarray, encoding_format: str) -> Any:
     if encoding_format == "float":
         return [float(x) for x in vector]
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+MAX_DOCUMENTS = 2048
+TEMPLATE_KEY = "tokenizer.chat_template.rerank"
+
+
+def rerank_head(model: ModelFile) -> np.ndarray:
+    """Return the classifier (N, C) of a reranker; its first row is of the documents that fit. Raises InputError."""
+    architecture, entry = model.config.architecture, model.gguf.entries.get(RERANK_HEAD)
+    if architecture != "qwen3" or entry is None:
+        raise InputError(
+            f"--reranking: {model.gguf.path} is a {architecture} {'with' if entry else 'without'} {RERANK_HEAD};"
+            " rerankers of Qwen3 can be served, such as Qwen3-Reranker-0.6B, whose files have that tensor"
+        )
+    head = model.weight(RERANK_HEAD)
+    if head.ndim != 2 or head.shape[1] != model.config.embedding_length:
+        raise InputError(
+            f"{model.gguf.path}: {RERANK_HEAD} has shape {[*head.shape]}; it must be [labels,"
+            f" {model.config.embedding_length}]"
+        )
+    return head
+
+
+def rerank(server: Server, body: JsonBody, request: Request) -> Any:
+    """Answer in Jina's shape, or in that of text-embeddings-inference if the documents are `texts`."""
+    if server.rerank_head is None:
+        raise HttpRefusal(
+            501, "This server does not support reranking. Start it with `--reranking`"
+            " and a reranker, such as Qwen3-Reranker-0.6B"
+        )  # fmt: skip
+    if not body.has("query"):
+        raise InputError("'query' is required")
+    is_tei = not body.has("documents") and body.has("texts")
+    documents = _documents(body, "texts" if is_tei else "documents")
+    template = server.model.gguf.metadata.get(TEMPLATE_KEY)
+    query = body.text("query")
+    prompts = [rerank_ids(server.tokenizer, template, query, document) for document in documents]
+    hidden = np.stack(server.embed(prompts, norm=-1)).astype(np.float64)
+    logits = hidden @ server.rerank_head.T.astype(np.float64)
+    odds = np.exp(logits - logits.max(1, keepdims=True))
+    scores = odds[:, 0] / odds.sum(1)
+    best = np.argsort(-scores, kind="stable")[: body.number("top_n", len(documents), 0)]
+    has_texts = body.get_flag("return_text") or body.get_flag("return_documents")
+    label = "score" if is_tei else "relevance_score"
+    results: list[dict[str, Any]] = [{"index": int(i), label: float(scores[i])} for i in best]
+    for result in results if has_texts else ():
+        text = documents[result["index"]]
+        result |= {"text": text} if is_tei else {"document": {"text": text}}
+    num_tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    answer = {"object": "list", "model": server.name, "usage": usage, "results": results}
+    return results if is_tei else answer
+
+
+def _documents(body: JsonBody, name: str) -> list[str]:
+    """Return the documents of a request: texts, or objects with `text`."""
+    values = body.get_list(name, MAX_DOCUMENTS)
+    texts: list[Any] = [value.get("text") if isinstance(value, dict) else value for value in values]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"'{name}' must be a list of at least one text")
+    return texts
+
+
+def rerank_ids(tokenizer: Tokenizer, template: Any, query: str, document: str) -> list[int]:
+    """Return the tokens of a pair: by the file's template, else [BOS] query [EOS] document [EOS]."""
+    if isinstance(template, str):
+        texts = {"{query}": query, "{document}": document}
+        prompt = re.sub("|".join(map(re.escape, texts)), lambda name: texts[name[0]], template)
+        return tokenizer.encode(prompt, bos=False, eos=False)
+    end = [tokenizer.eos] if tokenizer.add_eos and tokenizer.eos is not None else []
+    start = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    ids = [
+        tokenizer.encode(text, bos=False, eos=False, special=False) for text in (query, document)
+    ]
+    return [*start, *ids[0], *end, *ids[1], *end]

@@ -13,7 +13,7 @@ from packtrain.serving.json_fields import JsonBody
 from packtrain.serving.openai_completions import JsonObject
 from packtrain.serving.request_parsing import OpenAIRequest
 from packtrain.serving.response_shapes import progress_fields, timing_fields, usage
-from packtrain.serving.stored_responses import StoredResponses
+from packtrain.serving.server_state import StoredResponses
 
 MAX_ITEMS, MAX_PARTS = 1 << 16, 1 << 12
 TRANSLATED = (

@@ -15,7 +15,6 @@ from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafters
 from packtrain.workflows.tool_call_scores import ToolCallReader
-from packtrain.workflows.warmup import warm
 
 
 class ConversationTooLong(InputError):
@@ -58,7 +57,7 @@ class ChatSession:
             settings, model.config, generation_settings.CONTEXT, events
         )
         if settings.warmup:
-            warm(model, events)
+            generation_settings.warm(model, events)
         self._drafter = next(iter(make_drafters(settings, model, self.cells)), None)
         self._generator = generation_settings.load_generator(settings, model, self.cells)
         self._seed, self._num_answers = settings.drawn_seed(), 0

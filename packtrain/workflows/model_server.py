@@ -32,7 +32,7 @@ from packtrain.serving.reasoning_text import FORMATS
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
-from packtrain.workflows.warmup import warm
+from packtrain.workflows.generation_settings import warm
 
 CONTEXT = 8192  # most tokens, without --ctx
 MAX_EMBEDDING_TOKENS = 2048  # most tokens of texts that are embedded at once
@@ -175,8 +175,8 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
         thinks=settings.reasoning != "off", tags=tuple(split_names(settings.tags)), is_verbose=settings.verbose,
     )  # fmt: skip
     if settings.reranking:
-        reranking = import_module("packtrain.serving.reranking")
-        server.pooling, server.rerank_head = "last", reranking.rerank_head(model)
+        requests = import_module("packtrain.serving.embedding_requests")
+        server.pooling, server.rerank_head = "last", requests.rerank_head(model)
     elif embedder is not None:
         server.pooling = settings.pooling or model_pooling(model)
     return server

@@ -36,9 +36,8 @@ from packtrain.training.ineffective_settings import check_effects, check_validat
 from packtrain.training.monitoring.notebook import html_table
 from packtrain.training.replay_texts import writing_seconds
 from packtrain.training.run_settings import RunSettings
-from packtrain.training.stop_criteria import stop_reason
 from packtrain.training.training_job import TrainingJob
-from packtrain.training.training_loop import CHECKPOINT
+from packtrain.training.training_loop import CHECKPOINT, stop_reason
 from packtrain.workflows.run_page_server import reserve_page_memory
 
 MAX_RECTANGLES = 400  # rectangles of the plan's picture in a notebook, some 40 kB

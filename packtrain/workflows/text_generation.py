@@ -19,7 +19,6 @@ from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import CONSTRAINTS, GeneratedText, GenerationSettings
-from packtrain.workflows.warmup import warm
 
 UNDRAFTED = "--parallel writes tokens of all answers together; it takes no --model-draft"
 # settings without effect on beams, which are not sampled
@@ -65,7 +64,7 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     grammar = generation_settings.load_grammar(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
     if settings.warmup:
-        warm(model, events)
+        generation_settings.warm(model, events)
     num_sequences = max(settings.parallel, settings.num_beams)
     size, total_cells = _context_sizes(settings, len(ids), num_sequences, model.config, events)
     generator = generation_settings.load_generator(

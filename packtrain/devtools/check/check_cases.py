@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.devtools.check import op_samples
-from packtrain.devtools.check.function_checks import FUNCTIONS, FunctionSample, samples_of
-from packtrain.devtools.check.op_samples import Values, graph_of, random_values, samples_of_op
+from packtrain.devtools.check.op_samples import FUNCTIONS, Values, graph_of, random_values
 from packtrain.dtypes import READABLE, bf16, f32
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
@@ -69,7 +68,7 @@ def max_difference(actual: np.ndarray, expected: np.ndarray) -> float:
     return largest_error if np.isfinite(largest_error) else np.inf
 
 
-CheckSample = Call | FunctionSample
+CheckSample = Call | op_samples.FunctionSample
 
 # factors of inputs beside 1: so small that an eps counts, or so large that exp overflows
 SMALL_SCALE = 1e-3
@@ -131,7 +130,9 @@ def has_kernel(name: str, backend: Backend) -> bool:
     """Whether a backend has a kernel of its own for an op; functions and views need none."""
     if name in FUNCTIONS or not OPS[name].kernels:
         return True
-    return all(backend.kernel(OPS[name], sample.inputs) for sample in samples_of_op(name))
+    return all(
+        backend.kernel(OPS[name], sample.inputs) for sample in op_samples.samples_of_op(name)
+    )
 
 
 def kind(sample: CheckSample) -> str:
@@ -145,7 +146,9 @@ def kind(sample: CheckSample) -> str:
 
 def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
     """Run a planned op on random inputs; compare each backend's results with the specification in float64."""
-    samples: Sequence[CheckSample] = samples_of(name) if name in FUNCTIONS else samples_of_op(name)
+    samples: Sequence[CheckSample] = (
+        op_samples.samples_of(name) if name in FUNCTIONS else op_samples.samples_of_op(name)
+    )
     for scale in (1.0, SMALL_SCALE, *([LARGE_SCALES[name]] if name in LARGE_SCALES else [])):
         for k, sample in enumerate(samples):
             graph = graph_of(sample.results)
@@ -194,7 +197,7 @@ def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
     """Return the differentiable samples of an op or function, with float64 values of their leaves."""
     if name in OPS:
         return list(op_samples.differentiable_samples(name))
-    leaf_values = [(s, random_values(graph_of(s.results))) for s in samples_of(name)]
+    leaf_values = [(s, random_values(graph_of(s.results))) for s in op_samples.samples_of(name)]
     return [(s, {n: v.astype(np.float64) for n, v in values.items()}) for s, values in leaf_values]
 
 

@@ -1,5 +1,7 @@
 """Records stretches of calls as CUDA graphs, which the host launches at once; temporaries come from one pool.
 
+Copies from and to a GPU run on a stream of their own, beside its kernels. Not yet run on a GPU by the authors.
+
 A call that reads values on the host, brings values from it, or copies between memories runs by itself. Recorded calls
 use the same addresses each time. Tests use a stand-in for CUDA. A failed capture may leave PyTorch's allocator in any
 state. Calls that cannot be captured are therefore found on tensors without values, and a first failure ends recording
@@ -7,6 +9,7 @@ on that device.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -93,3 +96,40 @@ def _capture_graph(cuda: Any, pool: Any, calls: Sequence[Run]) -> Any:
         for call in calls:
             call()
     return graph
+
+
+STREAMS: dict[str, Any] = {}
+LOCKED_ADDRESSES = set[int]()  # where locked buffers begin
+
+
+def begin_copy(device: str, to: Any, source: Any) -> None:
+    """Begin to copy `source` to `to` once earlier kernels are done; at least one of them is on the device."""
+    cuda = cuda_of(device)
+    if device not in STREAMS:
+        STREAMS[device] = cuda.Stream(device)
+    stream = STREAMS[device]
+    for place in {device, *(str(tensor.device) for tensor in (to, source) if tensor.is_cuda)}:
+        stream.wait_stream(cuda.current_stream(place))
+    with cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+
+
+def wait_for_copies(device: str) -> None:
+    """Make the host wait for all copies begun on the device; both sides may then be used again."""
+    if device in STREAMS:
+        STREAMS[device].synchronize()
+
+
+def lock_pages(device: str, buffer: Any) -> None:
+    """Lock the pages of a host array, so that copies need no detour; do nothing where CUDA refuses."""
+    runtime, address = cuda_of(device).cudart(), buffer.ctypes.data
+    if not buffer.nbytes or address in LOCKED_ADDRESSES:
+        return
+    if runtime.cudaHostRegister(address, buffer.nbytes, 0) == runtime.cudaError.success:
+        LOCKED_ADDRESSES.add(address)
+        weakref.finalize(buffer, _unlock_pages, runtime, address)
+
+
+def _unlock_pages(runtime: Any, address: int) -> None:
+    LOCKED_ADDRESSES.discard(address)
+    runtime.cudaHostUnregister(address)

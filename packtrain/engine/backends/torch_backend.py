@@ -17,7 +17,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, DTYPES_BY_NUMPY, Dtype, bf16, f64
-from packtrain.engine.backends import cuda_caching, cuda_streams, host, torch_temporaries, triton
+from packtrain.engine.backends import cuda_caching, cuda_graphs, host, torch_temporaries, triton
 from packtrain.engine.backends.cuda_graphs import cuda_of, make_room, record_graphs
 from packtrain.engine.backends.host import AnyOp, Attrs, Backend, Host, Inputs, OpCall, Runs
 from packtrain.engine.backends.torch_temporaries import KernelFootprint, torch_name, torch_type
@@ -284,13 +284,13 @@ class TorchDevice:
         return cuda_of(self.device) is not None
 
     def begin_copy(self, to: Any, source: Any, peer: Backend) -> None:
-        cuda_streams.begin_copy(self.device, tensor_of(to), tensor_of(source))
+        cuda_graphs.begin_copy(self.device, tensor_of(to), tensor_of(source))
 
     def wait_for_copies(self) -> None:
-        cuda_streams.wait_for_copies(self.device)
+        cuda_graphs.wait_for_copies(self.device)
 
     def lock_pages(self, buffer: Any) -> None:
-        cuda_streams.lock_pages(self.device, buffer)
+        cuda_graphs.lock_pages(self.device, buffer)
 
     def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
         recordable = [call is not None and self._measured(*call).is_recordable for call in op_calls]

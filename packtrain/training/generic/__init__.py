@@ -8,7 +8,7 @@ from packtrain.training.generic.epochs import Batch, Callbacks, epoch, evaluate
 from packtrain.training.generic.fit_loop import Epoch, Fitted, fit
 from packtrain.training.generic.fit_model import Model
 from packtrain.training.generic.fit_result import Result
-from packtrain.training.generic.saved_model import load, save
+from packtrain.training.generic.fit_model import load, save
 from packtrain.training.generic.trainer import Trainer
 
 __all__ = [

@@ -22,8 +22,7 @@ from packtrain.common.files import write_text
 from packtrain.common.signals import stop_on_interrupt
 from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.kernels.runtime.environment import cache_root, writable
-from packtrain.training.monitoring.progress import ProgressLine
-from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.monitoring.progress import ProgressLine, WorkCounter
 
 REDRAW_SECONDS = 0.5  # between two drawings of the progress bar
 TABLE_TAG = '<table style="font-variant-numeric:tabular-nums">'

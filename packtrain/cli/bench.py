@@ -82,7 +82,13 @@ def run(settings: BenchSettings) -> int:
 
 def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[BenchTable]]) -> int:
     """Print each table as it is measured, then write the files. Raises InputError, OSError."""
-    check_settings(settings)
+    check_rules(settings)
+    _ = settings.limit  # raises InputError for what is no size
+    check_writable(settings.json, "--json")
+    check_writable(settings.markdown, "--markdown")
+    if settings.base:
+        require_existing(settings.base, "BASE")
+        open_model(settings.base)
     kernels.load_all()
     about, tables = machine_rates.describe_machine(), list[BenchTable]()
     print(machine_rates.sentence(about), flush=True)
@@ -102,17 +108,6 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
         page_parts = [*opening, *(table.markdown() for table in tables)]
         write_text(settings.markdown, "\n".join(page_parts))
     return DONE
-
-
-def check_settings(settings: BenchSettings) -> None:
-    """Raise InputError for files that cannot be read or written, before any work."""
-    check_rules(settings)
-    _ = settings.limit  # raises InputError for what is no size
-    check_writable(settings.json, "--json")
-    check_writable(settings.markdown, "--markdown")
-    if settings.base:
-        require_existing(settings.base, "BASE")
-        open_model(settings.base)
 
 
 def load_verdict(wait_share: float) -> str:

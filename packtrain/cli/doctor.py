@@ -39,13 +39,6 @@ class DoctorSettings:
 
 def run(settings: DoctorSettings) -> int:
     """Print the report; returns 1 if packtrain cannot work here."""
-    report = check_machine()
-    print(json.dumps(report, indent=2) if settings.json else "\n".join(_lines(report)))
-    return FAILED if report["problems"] else DONE
-
-
-def check_machine() -> dict[str, Any]:
-    """Return the report as plain values, sizes in bytes; `problems` has a sentence for all that stops packtrain."""
     problems = list[str]()
     for name in REQUIRED:
         try:
@@ -69,7 +62,8 @@ def check_machine() -> dict[str, Any]:
             "missing": len(kernel_cache.missing_modules(names)),
             "folders": sorted({str(p.parent) for p in map(kernel_cache.complete, names) if p}),
         }
-    return report
+    print(json.dumps(report, indent=2) if settings.json else "\n".join(_lines(report)))
+    return FAILED if report["problems"] else DONE
 
 
 def _cache_sizes(root: Path) -> dict[str, int]:

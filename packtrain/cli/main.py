@@ -125,7 +125,8 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
         # the variable of a setting in place of its flag
         line = re.sub(r"^-[\w-]+", lambda m: variable_by_flag.get(m[0], m[0]), _error_line(error))
         print(f"packtrain: error: {line}", file=sys.stderr)
-        return _exit_code(error)
+        exit_codes = {InputError: BAD_INPUT, DoesNotFit: NO_FIT, Interrupted: STOPPED}
+        return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), FAILED)
     finally:
         signal.signal(signal.SIGTERM, old_handler)
         _flush_output()
@@ -223,11 +224,6 @@ def _flush_output() -> None:
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
             drop_output()
-
-
-def _exit_code(error: Exception) -> int:
-    exit_codes = {InputError: BAD_INPUT, DoesNotFit: NO_FIT, Interrupted: STOPPED}
-    return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), FAILED)
 
 
 def _error_line(error: Exception) -> str:

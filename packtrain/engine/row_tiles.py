@@ -84,21 +84,17 @@ def in_tiles(
     outer_tensors = dict(zip((*tiles, *stand_ins.values()), (*rows, *wholes.values()), strict=True))
     used_rows = tuple(t for t in tiles if t in graph.leaves)
     used_wholes = tuple(t for t in stand_ins.values() if t in graph.leaves)
-    structure = _structure(graph, (*used_rows, *used_wholes))
-    body = TileBody(structure, count, used_rows, used_wholes, results)
-    return as_tuple(tiled(*(outer_tensors[t] for t in body.inputs), body=body))
-
-
-def _structure(graph: Graph, leaves: Sequence[Tensor]) -> str:
-    """Return the calls of a graph as text that does not depend on names, but on constants' values."""
     constants = [leaf for leaf in graph.leaves if leaf.value is not None]
-    numbers = {t: index for index, t in enumerate((*leaves, *constants))}
+    # the calls as text, which does not depend on names, but on constants' values
+    numbers = {t: index for index, t in enumerate((*used_rows, *used_wholes, *constants))}
     lines = [f"{t.spec}{'' if t.value is None else t.value.tobytes().hex()}" for t in numbers]
     for call in graph.calls:
         reads = [None if t is None else numbers[t] for t in call.inputs]
         lines.append(f"{call.op.name} {reads} {call.attrs}")
         numbers |= {t: len(numbers) + index for index, t in enumerate(call.results)}
-    return "\n".join([*lines, str([numbers[t] for t in graph.outputs.values()])])
+    structure = "\n".join([*lines, str([numbers[t] for t in graph.outputs.values()])])
+    body = TileBody(structure, count, used_rows, used_wholes, results)
+    return as_tuple(tiled(*(outer_tensors[t] for t in body.inputs), body=body))
 
 
 @dataclass(frozen=True)

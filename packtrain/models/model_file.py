@@ -192,7 +192,16 @@ def _stored_chunks(
 
 def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype) -> np.ndarray:
     if dtype is bf16:
-        return _rounded_to_bf16(array)
+        # rounded to nearest, ties to even; NaN stays NaN
+        bits = np.ascontiguousarray(array).view(np.uint32)
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += bits
+        rounded >>= 16
+        upper = rounded.astype(np.uint16)
+        upper[np.isnan(array)] = 0x7FC0
+        return upper
     try:
         with np.errstate(over="raise"):
             return array.astype(dtype.numpy, copy=False)
@@ -201,19 +210,6 @@ def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype)
         raise InputError(
             f"{path}: {name} has values up to {largest:.3g}, beyond {dtype}; write bf16 or f32"
         ) from None
-
-
-def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
-    """Convert f32 to bf16, rounded to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    upper = rounded.astype(np.uint16)
-    upper[np.isnan(array)] = 0x7FC0
-    return upper
 
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:

@@ -91,20 +91,16 @@ def parse_spread(
     if len({*spaces}) < len(spaces):
         raise InputError(f"--device {device}: each memory can be named once")
     if gpu_layers is not None:
-        _check_gpu_layers(gpu_layers, device, spaces)
+        if gpu_layers != AUTO and not gpu_layers.isdecimal():
+            raise InputError(f"--gpu-layers {gpu_layers}: it must be a number of blocks, or auto")
+        if HOST in spaces:
+            raise InputError(
+                f"--gpu-layers needs a --device with a memory of its own, such as cuda or cpu:1, not {device}"
+            )
     limits = {b.space: b.capacity for b in devices if b.capacity is not None}
     requested = _memory_limits(memory, device, spaces)
     limits |= {space: min(limit, limits.get(space, limit)) for space, limit in requested.items()}
     return DeviceSpread(devices, gpu_layers, _shares(split, spaces, limits), limits)
-
-
-def _check_gpu_layers(gpu_layers: str, device: str, spaces: Sequence[str]) -> None:
-    if gpu_layers != AUTO and not gpu_layers.isdecimal():
-        raise InputError(f"--gpu-layers {gpu_layers}: it must be a number of blocks, or auto")
-    if HOST in spaces:
-        raise InputError(
-            f"--gpu-layers needs a --device with a memory of its own, such as cuda or cpu:1, not {device}"
-        )
 
 
 def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, int]:

@@ -64,11 +64,6 @@ class StepEstimate(NamedTuple):
     pool: float
 
 
-def estimate_graph(placed: Placed, rates: BackendRates, space: str) -> GraphEstimate:
-    """Return the estimate of a graph without a loss head."""
-    return by_chunk(placed, rates, space, (0,))[0]
-
-
 def by_chunk(
     placed: Placed, rates: BackendRates, space: str, chunks: Iterable[int]
 ) -> dict[int, GraphEstimate]:
@@ -266,7 +261,9 @@ class DraftEstimator:
         config = shape.config
         if config not in self._sample_estimates:
             graphs, rates = self.request.sample_graphs(shape).values(), self.request.rates
-            self._sample_estimates[config] = [estimate_graph(g, rates, self.space) for g in graphs]
+            self._sample_estimates[config] = [
+                by_chunk(g, rates, self.space, (0,))[0] for g in graphs
+            ]
         return self._sample_estimates[config]
 
     def chain(self, shape: StepShape) -> BlockChain:

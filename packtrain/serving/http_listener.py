@@ -65,10 +65,7 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._start_idle_timer()
         super().on_response_complete()
-        self._abort_slow()
-
-    def _abort_slow(self) -> None:
-        """Cut connections that have not taken their answers, the oldest first, until at most MAX_UNSENT_NBYTES wait."""
+        # the oldest connections that have not taken their answers are cut, until at most MAX_UNSENT_NBYTES wait
         unsent_nbytes = {
             connection: connection.transport.get_write_buffer_size()
             for connection in sorted(self._all(), key=lambda connection: connection.since)

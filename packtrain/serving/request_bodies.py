@@ -81,7 +81,9 @@ def parse_json(json_bytes: bytes) -> Any:
     try:
         words = json_bytes.decode("utf-8-sig")
         if len(words) > MAX_VALUES:
-            check_num_values(words)
+            json_structure = STRING_PATTERN.sub("", words)
+            if sum(map(json_structure.count, ",[{:")) > MAX_VALUES:
+                raise InputError(f"the body has more than {MAX_VALUES:,} values")
         document = (
             json.loads(words, parse_float=_finite, parse_constant=_finite) if words.strip() else {}
         )
@@ -95,13 +97,6 @@ def parse_json(json_bytes: bytes) -> Any:
     except ValueError:
         raise InputError("the body is not JSON") from None
     return document
-
-
-def check_num_values(json_text: str) -> None:
-    """Raise InputError if JSON has more than MAX_VALUES values."""
-    json_structure = STRING_PATTERN.sub("", json_text)
-    if sum(map(json_structure.count, ",[{:")) > MAX_VALUES:
-        raise InputError(f"the body has more than {MAX_VALUES:,} values")
 
 
 def _finite(number_text: str) -> float:

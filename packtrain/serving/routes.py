@@ -13,7 +13,6 @@ from packtrain.common.errors import InputError
 from packtrain.models.quant_recipe import MIXES
 from packtrain.serving import anthropic_messages, openai_responses, request_parsing
 from packtrain.serving.embedding_requests import llama_embedding, openai_embeddings, rerank
-from packtrain.serving.engine_thread import ServingEngine
 from packtrain.serving.event_stream import make_response
 from packtrain.serving.fill_in_middle import fill_prompt
 from packtrain.serving.generation_jobs import GenerationJob
@@ -27,33 +26,6 @@ from packtrain.serving.slots import SlotAnswer
 from packtrain.serving.tool_calls import RequestTools
 
 PREFIX = "llamacpp:"
-
-
-def metrics_text(engine: ServingEngine) -> str:
-    """Format the engine's counts for Prometheus: a line of help, of type and of value for each."""
-    t = engine.totals
-    num_busy_slots = sum(slot.answer is not None for slot in engine.slots)
-    metric_rows = (
-        ("prompt_tokens_total", "counter", "tokens of prompts that were read", t.read),
-        ("prompt_tokens_cached_total", "counter", "tokens of prompts that were known", t.cached),
-        ("prompt_seconds_total", "counter", "seconds of reading prompts", t.reading),
-        ("tokens_predicted_total", "counter", "tokens that were written", t.output_tokens),
-        ("tokens_predicted_seconds_total", "counter", "seconds of writing", t.output_seconds),
-        ("spec_decode_num_drafts_total", "counter", "times that tokens were guessed", t.drafts),
-        ("spec_decode_num_draft_tokens_total", "counter", "tokens that were guessed", t.drafted),
-        ("spec_decode_num_accepted_tokens_total", "counter", "guessed tokens that came", t.accepted),
-        ("n_decode_total", "counter", "runs of the model", t.runs),
-        ("n_tokens_max", "counter", "tokens of the longest text", t.max_text_tokens),
-        ("n_busy_slots_per_decode", "gauge", "busy slots of a run, mean", ratio(t.busy, t.runs)),
-        ("prompt_tokens_seconds", "gauge", "tokens read a second, mean", ratio(t.read, t.reading)),
-        ("predicted_tokens_seconds", "gauge", "tokens written a second, mean", ratio(t.decode_steps, t.output_seconds)),
-        ("requests_processing", "gauge", "requests in slots", num_busy_slots),
-        ("requests_deferred", "gauge", "requests that wait for a slot", engine.num_waiting),
-    )  # fmt: skip
-    return "".join(
-        f"# HELP {PREFIX}{name} {about}\n# TYPE {PREFIX}{name} {metric_type}\n{PREFIX}{name} {value:.10g}\n"
-        for name, metric_type, about, value in metric_rows
-    )
 
 
 def ratio(a: float, b: float) -> float:
@@ -285,7 +257,29 @@ def get_metrics(server: Server, request: Request) -> Response:
     if not server.has_metrics:
         raise missing_flag("metrics endpoint", "--metrics")
     headers = {"Process-Start-Time-Unix": str(int(server.start_time))}
-    text = metrics_text(server.engine)
+    t = server.engine.totals
+    num_busy_slots = sum(slot.answer is not None for slot in server.engine.slots)
+    metric_rows = (
+        ("prompt_tokens_total", "counter", "tokens of prompts that were read", t.read),
+        ("prompt_tokens_cached_total", "counter", "tokens of prompts that were known", t.cached),
+        ("prompt_seconds_total", "counter", "seconds of reading prompts", t.reading),
+        ("tokens_predicted_total", "counter", "tokens that were written", t.output_tokens),
+        ("tokens_predicted_seconds_total", "counter", "seconds of writing", t.output_seconds),
+        ("spec_decode_num_drafts_total", "counter", "times that tokens were guessed", t.drafts),
+        ("spec_decode_num_draft_tokens_total", "counter", "tokens that were guessed", t.drafted),
+        ("spec_decode_num_accepted_tokens_total", "counter", "guessed tokens that came", t.accepted),
+        ("n_decode_total", "counter", "runs of the model", t.runs),
+        ("n_tokens_max", "counter", "tokens of the longest text", t.max_text_tokens),
+        ("n_busy_slots_per_decode", "gauge", "busy slots of a run, mean", ratio(t.busy, t.runs)),
+        ("prompt_tokens_seconds", "gauge", "tokens read a second, mean", ratio(t.read, t.reading)),
+        ("predicted_tokens_seconds", "gauge", "tokens written a second, mean", ratio(t.decode_steps, t.output_seconds)),
+        ("requests_processing", "gauge", "requests in slots", num_busy_slots),
+        ("requests_deferred", "gauge", "requests that wait for a slot", server.engine.num_waiting),
+    )  # fmt: skip
+    text = "".join(
+        f"# HELP {PREFIX}{name} {about}\n# TYPE {PREFIX}{name} {metric_type}\n{PREFIX}{name} {value:.10g}\n"
+        for name, metric_type, about, value in metric_rows
+    )
     return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4")
 
 

@@ -96,7 +96,12 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
         imatrix_module = import_module("packtrain.workflows.imatrix_data")
         by_column, imatrix_metadata = imatrix_module.weights(settings, gguf, events)
     elif settings.calibrate is not None:
-        by_column = _unit_weights(gguf, types)
+        # weights of 1 for matrices whose types need weights, until data give others
+        by_column = {
+            name: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32)
+            for name, e in gguf.entries.items()
+            if name.startswith("blk.") and types[name].column_weights_need
+        }
     _check_weights(gguf, types, by_column)
     converted = dict[str, DeferredTensor]()
     for tensor_name, entry in gguf.entries.items():
@@ -114,15 +119,6 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     changed = sum(types[tensor_name] != entry.dtype for tensor_name, entry in gguf.entries.items())
     seconds = time.perf_counter() - start_time
     return WrittenModel(settings.output, changed, len(types), before, after, num_weights, seconds)
-
-
-def _unit_weights(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
-    """Return column weights of 1 for matrices whose types need weights, until data give others."""
-    return {
-        name: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32)
-        for name, e in gguf.entries.items()
-        if name.startswith("blk.") and types[name].column_weights_need
-    }
 
 
 def _check_weights(

@@ -44,7 +44,14 @@ class TextEmbeddings:
 
 def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     """Compute the embeddings of texts. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
-    texts = _read_texts(settings)
+    texts = [*settings.prompt]
+    for text in texts:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InputError("--prompt: the text is not UTF-8")
+    if settings.file is not None:
+        texts += read_text(settings.file, "--file").splitlines()
+    if not texts:
+        raise InputError("there is no text to embed; give some with --prompt or --file")
     model = generation_settings.opened(settings, events.message)
     pooling = settings.pooling or embeddings.model_pooling(model)
     token_ids = [*map(model.tokenizer().encode, texts)]  # BOS and EOS as the model's file says
@@ -70,15 +77,3 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
             vectors += [embeddings.normalize_vector(row, norm) for row in rows]
             report_progress(number + 1, len(token_ids))
     return TextEmbeddings(np.stack(vectors), tuple(map(len, token_ids)), pooling)
-
-
-def _read_texts(settings: EmbedSettings) -> list[str]:
-    texts = [*settings.prompt]
-    for text in texts:
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise InputError("--prompt: the text is not UTF-8")
-    if settings.file is not None:
-        texts += read_text(settings.file, "--file").splitlines()
-    if not texts:
-        raise InputError("there is no text to embed; give some with --prompt or --file")
-    return texts

@@ -57,7 +57,14 @@ class GenerateSettings(GenerationSettings):
 def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     """Continue the prompt. Raises InputError, DoesNotFit."""
     settings.check()
-    _check_beams(settings)
+    if settings.num_beams:
+        reason = "with --num-beams, which searches for the likeliest text"
+        names = *SAMPLING_NAMES, "seed", *CONSTRAINTS, "draft_lookup", "model_draft"
+        refuse_changed(settings, names, reason)
+    if settings.num_beams and settings.parallel > settings.num_beams:
+        raise InputError(
+            f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
+        )
     prompt = _read_prompt(settings)
     model = generation_settings.opened(settings, events.message)
     tokenizer = model.tokenizer()
@@ -156,17 +163,6 @@ class SeveralTexts:
     def _print_heading(self, number: int, label: str) -> None:
         blank_lines = "\n\n" * (number > 0)
         self.events.text(f"{blank_lines}--- {number + 1}, {label} ---\n")
-
-
-def _check_beams(settings: GenerateSettings) -> None:
-    if settings.num_beams:
-        reason = "with --num-beams, which searches for the likeliest text"
-        names = *SAMPLING_NAMES, "seed", *CONSTRAINTS, "draft_lookup", "model_draft"
-        refuse_changed(settings, names, reason)
-    if settings.num_beams and settings.parallel > settings.num_beams:
-        raise InputError(
-            f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
-        )
 
 
 def _read_prompt(settings: GenerateSettings) -> str:

@@ -324,21 +324,17 @@ class _LazyBackends(dict[str, Backend]):
             has_device = device_kind == "cpu" or torch.mps.is_available()
         if not has_device:
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
-        _warm_up()
+        # now PyTorch loads what it would load late, so that plans know the memory of this process
+        host.return_freed()
+        torch.set_num_threads(kernels.threads())
+        x = torch.ones(512, 512)
+        x.addmm_(x, x).double().sum()
+        torch.empty(1, device="meta").add_(1)
         if name == "torch:cpu":
             return self.setdefault(name, TorchHost(name))
         device = "cpu" if device_kind == "cpu" else name
         is_fused = device_kind == "cuda" and triton.is_installed()
         return self.setdefault(name, TorchDevice(name, device, fused=is_fused))
-
-
-def _warm_up() -> None:
-    """Load what PyTorch loads late, so that plans know the memory of this process."""
-    host.return_freed()
-    torch.set_num_threads(kernels.threads())
-    x = torch.ones(512, 512)
-    x.addmm_(x, x).double().sum()
-    torch.empty(1, device="meta").add_(1)
 
 
 BACKENDS = _LazyBackends()

@@ -29,16 +29,6 @@ def _check_heads(q, k, v):
     return b, t, h, s
 
 
-def _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
-    is_paired = (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None)
-    require(is_paired, "q and k need both or none")
-    fact = f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal"
-    require(q_pos is not None or t == s, fact)
-    Spec((b, t), i32).require(q_pos=q_pos, q_seq=q_seq)
-    Spec((b, s), i32).require(k_pos=k_pos, k_seq=k_seq)
-    Spec((1,), i32).require(length=length)
-
-
 @op()
 def attention(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None = None, k_pos: Tensor | None = None,
@@ -63,7 +53,13 @@ def attention(
     """
     b, t, h, s = _check_heads(q, k, v)
     require(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
-    _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
+    is_paired = (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None)
+    require(is_paired, "q and k need both or none")
+    fact = f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal"
+    require(q_pos is not None or t == s, fact)
+    Spec((b, t), i32).require(q_pos=q_pos, q_seq=q_seq)
+    Spec((b, s), i32).require(k_pos=k_pos, k_seq=k_seq)
+    Spec((1,), i32).require(length=length)
     Spec((h,)).require(sinks=sinks)
     return q.spec, Spec((b, h, t))
 

@@ -15,17 +15,6 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 CACHE_DTYPES = f32, f16, BLOCK_TYPES["q8_0"]
 
 
-def _check_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    fact = f"q, k and v are {q.spec}, {k.spec} and {v.spec}"
-    is_valid = len(q.shape) == len(k.shape) == 3 and q.dtype == f32
-    require(is_valid, f"{fact}; all need three axes, q f32")
-    is_valid = k.spec == v.spec and k.dtype in CACHE_DTYPES
-    require(is_valid, f"{fact}; k and v must be equal: f32, f16 or q8_0")
-    is_valid = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
-    require(is_valid, f"{fact}; heads must be equally wide, and those of k divide those of q")
-    Spec(q.shape[1:2]).require(sinks=sinks)
-
-
 @op()
 def attention_cells(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, order: Tensor, counts: Tensor, k_pos: Tensor,
@@ -45,7 +34,14 @@ def attention_cells(
         k_pos         (S,)       i32; position of each cell
         sinks         (H,)       f32; logits of one more key without a value: they add exp(sinks) to denominators
     """
-    _check_cells(q, k, v, sinks)
+    fact = f"q, k and v are {q.spec}, {k.spec} and {v.spec}"
+    is_valid = len(q.shape) == len(k.shape) == 3 and q.dtype == f32
+    require(is_valid, f"{fact}; all need three axes, q f32")
+    is_valid = k.spec == v.spec and k.dtype in CACHE_DTYPES
+    require(is_valid, f"{fact}; k and v must be equal: f32, f16 or q8_0")
+    is_valid = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
+    require(is_valid, f"{fact}; heads must be equally wide, and those of k divide those of q")
+    Spec(q.shape[1:2]).require(sinks=sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
     Spec((t,), i32).require(q_pos=q_pos, q_row=q_row)
     Spec((rows, s), i32).require(order=order)
@@ -91,20 +87,16 @@ def attention_cells_cost(y, q, k, v, *mask_inputs, scale, window, softcap):
     return Cost({"attend": 2 * q.shape[2] * num_pairs, "score": num_pairs}, is_causal=True)
 
 
-def _sample_cells(random):
-    """Return rows of scattered cells: a sequence, one that begins like it, a short one, and an empty one."""
+@attention_cells.samples
+def attention_cells_samples():
+    random = np.random.default_rng(1)
+    # rows of scattered cells: a sequence, one that begins like it, a short one, and an empty one
     cell_order = random.permutation(150).astype(np.int32)
     order = np.stack((cell_order, np.roll(cell_order, 50), np.roll(cell_order, 100), cell_order))
     positions = np.argsort(cell_order)
     order[1, :70] = cell_order[np.r_[:30, 100:140]]
     row_inputs = constant("order", order, i32), constant("counts", [140, 70, 3, 0], i32)
-    return *row_inputs, constant("k_pos", positions, i32)
-
-
-@attention_cells.samples
-def attention_cells_samples():
-    random = np.random.default_rng(1)
-    cell_args = _sample_cells(random)
+    cell_args = *row_inputs, constant("k_pos", positions, i32)
     sizes = (1, 2, 1, 64), (5, 4, 2, 20), (16, 6, 2, 32), (17, 2, 1, 136), (90, 2, 2, 64)
     for t, h, kv, d in sizes:
         k, v = (input(name, (150, kv, d)) for name in "kv")

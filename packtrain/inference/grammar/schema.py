@@ -189,13 +189,6 @@ def other_names(names: set[str]) -> str:
     return "|".join([*choices, *(() if "" in names else ("",))])
 
 
-def _exact_bound(key: str, bound: Any) -> Any:
-    """Return a bound that a double holds: llguidance would round it, perhaps outwards."""
-    if not isinstance(bound, int) or float(bound) == bound:
-        return bound
-    return int(math.nextafter(float(bound), math.inf if "inimum" in key else -math.inf))
-
-
 def _written_integer(digits: str) -> int:
     """Return the integer that llguidance writes, which reads doubles."""
     value = float(digits)
@@ -257,7 +250,10 @@ class _SchemaCloser:
         if key == "pattern" and isinstance(part, str):
             return automaton_pattern(part)
         if key in BOUND_KEYWORDS:
-            return _exact_bound(key, part)
+            # a bound that a double holds: llguidance would round it, perhaps outwards
+            if not isinstance(part, int) or float(part) == part:
+                return part
+            return int(math.nextafter(float(part), math.inf if "inimum" in key else -math.inf))
         if isinstance(part, list):
             is_part = is_merged and key in COMBINING_KEYWORDS
             return [self.closed(subschema, is_part) for subschema in part]

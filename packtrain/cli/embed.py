@@ -1,7 +1,6 @@
 """packtrain embed: compute embeddings of texts, printed as JSON."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ from packtrain.cli import DONE, print_message
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.options import option
 from packtrain.common.text import plural
-from packtrain.workflows.text_embeddings import EmbedSettings, TextEmbeddings, embed
+from packtrain.workflows.text_embeddings import EmbedSettings, embed
 
 OUTPUT_FORMATS = "array", "json", "json+"
 
@@ -35,29 +34,24 @@ def run(settings: EmbedOutputSettings) -> int:
     if settings.embd_output_format == "array":
         print("[" + ",\n".join(map(json.dumps, vectors)) + "]")
     else:
-        print(json.dumps(_openai_response(settings, result, vectors), indent=1))
+        embeddings = [
+            {"object": "embedding", "index": i, "embedding": vector}
+            for i, vector in enumerate(vectors)
+        ]
+        num_tokens = sum(result.tokens)
+        response: dict[str, object] = {
+            "object": "list", "data": embeddings, "model": settings.model.name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }  # fmt: skip
+        if settings.embd_output_format == "json+":
+            vectors_f64 = result.vectors.astype(np.float64)
+            norms = np.sqrt((vectors_f64 * vectors_f64).sum(1, keepdims=True))
+            unit_vectors = vectors_f64 / np.where(norms == 0, 1, norms)
+            response["cosineSimilarity"] = np.round(unit_vectors @ unit_vectors.T, 6).tolist()
+        print(json.dumps(response, indent=1))
     num_texts, width = len(result.tokens), result.vectors.shape[1]
     tokens_text = plural(sum(result.tokens), "token")
     print_message(
         f"{plural(num_texts, 'text')} of {tokens_text}; {width:,} values each, pooling {result.pooling}"
     )
     return DONE
-
-
-def _openai_response(
-    settings: EmbedOutputSettings, result: TextEmbeddings, vectors: Sequence[Sequence[float]]
-) -> dict[str, object]:
-    embeddings = [
-        {"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)
-    ]
-    num_tokens = sum(result.tokens)
-    response: dict[str, object] = {
-        "object": "list", "data": embeddings, "model": settings.model.name,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }  # fmt: skip
-    if settings.embd_output_format == "json+":
-        vectors_f64 = result.vectors.astype(np.float64)
-        norms = np.sqrt((vectors_f64 * vectors_f64).sum(1, keepdims=True))
-        unit_vectors = vectors_f64 / np.where(norms == 0, 1, norms)
-        response["cosineSimilarity"] = np.round(unit_vectors @ unit_vectors.T, 6).tolist()
-    return response

@@ -71,15 +71,6 @@ def _sentences(texts: list[str], size: int) -> Iterator[str]:
     for text in texts:
         counts.update(text)
     counts.pop(" ", None)  # a space always has a token
-    breaks = str.maketrans(
-        dict.fromkeys(counts.keys() - _common_characters(counts, size) | {"\r", "\0"}, "\n")
-    )
-    for text in texts:
-        yield from filter(None, text.translate(breaks).split("\n"))
-
-
-def _common_characters(counts: Counter[str], size: int) -> set[str]:
-    """Return the characters that get tokens of their own: at most half of the vocabulary."""
     characters: set[str] = set()
     covered, min_covered = 0, COVERAGE * counts.total()
     for character, count in counts.most_common((size - RESERVED_TOKENS) // 2):
@@ -87,7 +78,10 @@ def _common_characters(counts: Counter[str], size: int) -> set[str]:
             break
         covered += count
         characters.add(character)
-    return characters
+    # characters that get tokens of their own: at most half of the vocabulary
+    breaks = str.maketrans(dict.fromkeys(counts.keys() - characters | {"\r", "\0"}, "\n"))
+    for text in texts:
+        yield from filter(None, text.translate(breaks).split("\n"))
 
 
 def _train_sentencepiece(

@@ -24,7 +24,11 @@ def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
     while True:
         left, right = index >> half_bits, index & mask
         for key in keys:
-            left, right = right, left ^ mix64(key + right ^ salt) & mask
+            # splitmix64's hash of 64 bits
+            z = key + right ^ salt
+            z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & UINT64_MASK
+            z = (z ^ z >> 27) * 0x94D049BB133111EB & UINT64_MASK
+            left, right = right, left ^ (z ^ z >> 31) & mask
         index = left << half_bits | right
         if index < num_items:
             return index
@@ -47,10 +51,3 @@ def items_at(positions: np.ndarray, num_items: int, keys: RoundKeys) -> np.ndarr
         items[outside] = walked
         outside = outside[walked >= num_items]
     return items.astype(np.int64)
-
-
-def mix64(z: int) -> int:
-    """Hash 64 bits to 64 bits."""
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & UINT64_MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & UINT64_MASK
-    return z ^ z >> 31

@@ -21,13 +21,6 @@ def weights(
     """Load the column weights of each matrix, and metadata about their origin. Raises InputError."""
     assert settings.imatrix is not None
     importance = load_importance(settings.imatrix)
-    return _weights_by_matrix(settings, gguf, importance, events), _origin(settings, importance)
-
-
-def _weights_by_matrix(
-    settings: QuantizeSettings, gguf: GGUF, importance: ImportanceMatrix, events: Events
-) -> dict[str, np.ndarray]:
-    """Return weights (experts, columns) by matrix. Raises InputError if they are another model's."""
     weights_by_name = dict[str, np.ndarray]()
     for name, tensor_entry in gguf.entries.items():
         matrix_weights = importance.weights(name)
@@ -54,7 +47,7 @@ def _weights_by_matrix(
             f"{settings.imatrix} has no weights for {plural(len(missing), 'matrix', 'matrices')}, "
             f"the first: {missing[0]}"
         )
-    return weights_by_name
+    return weights_by_name, _origin(settings, importance)
 
 
 def _origin(settings: QuantizeSettings, importance: ImportanceMatrix) -> dict[str, MetadataValue]:

@@ -16,7 +16,7 @@ from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.text import clock, plural
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.distributed import current_world
-from packtrain.engine.backends import HOST, Target, cpu
+from packtrain.engine.backends import HOST, cpu
 from packtrain.engine.memory_plan import size_text
 from packtrain.planner import budget as budgets
 from packtrain.planner.budget import ReportFunction, followed, minimum_budget, plan_within_limits
@@ -180,7 +180,13 @@ def _plan_on_rank(
     tokenizer = job.model.tokenizer() if settings.sample_every > 0 else None
     module_memory = loaded(kernel_modules, free_nbytes)
     request = _request(settings, job, speed, module_memory, limit, checkpoint is not None)
-    request = replace(request, target=_spread_target(settings, job.shape, request, report))
+    target = settings.spread.place_leaves(job.shape, request)
+    if settings.gpu_layers == AUTO:
+        num_blocks = sum(name.startswith("cache.") for name in target.homes)
+        report(
+            f"--gpu-layers auto: {num_blocks} of {plural(job.shape.config.block_count, 'block')}"
+        )
+    request = replace(request, target=target)
     job, plans, request = _plan_job(job, request, shared_decision, report)
     min_budget = partial(minimum_budget, job.shape, request, report)
     if plans.refusal:
@@ -242,17 +248,6 @@ def _plan_job(
     if best:
         report("the optimizer's moments stay in this process's memory (--offload)")
     return replace(job, offloaded=best), candidates[best], requests[best]
-
-
-def _spread_target(
-    settings: RunSettings, shape: StepShape, request: PlanRequest, report: ReportFunction
-) -> Target:
-    """Return the target that places the leaves of the model. Raises InputError."""
-    target = settings.spread.place_leaves(shape, request)
-    if settings.gpu_layers == AUTO:
-        num_blocks = sum(name.startswith("cache.") for name in target.homes)
-        report(f"--gpu-layers auto: {num_blocks} of {plural(shape.config.block_count, 'block')}")
-    return target
 
 
 def _build_checked_job(

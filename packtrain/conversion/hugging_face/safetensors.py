@@ -75,7 +75,15 @@ def open_tensors(folder: Path) -> dict[str, SafetensorsTensor]:
         return open_file(folder / SINGLE_FILE)
     if not (folder / INDEX_FILE).exists():
         raise InputError(_missing_message(folder / SINGLE_FILE))
-    places = _read_index(folder / INDEX_FILE)
+    path = folder / INDEX_FILE
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+        raise InputError(f"{path}: weight_map must be an object of file names")
+    bad_paths = [file_name for file_name in places.values() if Path(file_name).name != file_name]
+    if bad_paths:
+        raise InputError(
+            f"{path}: {bad_paths[0]!r} is not a file of this folder; it must be a name without folders"
+        )
     tensors: dict[str, SafetensorsTensor] = {}
     for file_name in dict.fromkeys(places.values()):
         tensors |= open_file(folder / file_name)
@@ -98,19 +106,6 @@ def _missing_message(path: Path) -> str:
     if shards and path.name == SINGLE_FILE:
         return f"{shards[0]}: it is one of several files, and {INDEX_FILE}, which lists them, is missing; get all"
     return f"{path}: is missing; tensors must be in safetensors files"
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Read an index file: file name by tensor name."""
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
-        raise InputError(f"{path}: weight_map must be an object of file names")
-    bad_paths = [file_name for file_name in places.values() if Path(file_name).name != file_name]
-    if bad_paths:
-        raise InputError(
-            f"{path}: {bad_paths[0]!r} is not a file of this folder; it must be a name without folders"
-        )
-    return places
 
 
 def open_file(path: Path) -> dict[str, SafetensorsTensor]:

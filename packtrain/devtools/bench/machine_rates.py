@@ -90,11 +90,6 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def read_versions() -> dict[str, str]:
-    installed = {name: text for name in PACKAGES if (text := package_version(name))}
-    return {"packtrain": __version__, "python": platform.python_version(), **installed}
-
-
 def package_version(name: str) -> str | None:
     """Return the version of an installed package; None: it is not installed."""
     try:
@@ -108,9 +103,11 @@ def describe_machine() -> dict[str, Any]:
     forced = os.environ.get("PACKTRAIN_CPU", "")
     # those for which kernels are compiled
     features = [ours for theirs, ours in FEATURES.items() if environment.has_cpu_feature(theirs)]
+    versions = {"packtrain": __version__, "python": platform.python_version()}
+    versions |= {name: text for name in PACKAGES if (text := package_version(name))}
     return {
         "cpu": processor_name(), "features": features, "forced": forced, "cores": environment.allowed_cpus(),
-        "threads": kernels.threads(), "versions": read_versions(),
+        "threads": kernels.threads(), "versions": versions,
     }  # fmt: skip
 
 

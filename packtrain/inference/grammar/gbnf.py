@@ -205,7 +205,10 @@ class _GbnfParser:
 
     def parse_repeat(self, part: Node, is_multiline: bool) -> Node:
         repeat_sign = self.peek_char()
-        if repeat_depth(part) == MAX_DEPTH:
+        node, num_repeats = part, 0  # repetitions that are nested directly in each other
+        while isinstance(node, RepeatNode):
+            node, num_repeats = node.child, num_repeats + 1
+        if num_repeats == MAX_DEPTH:
             self.fail(f"repetitions are more than {MAX_DEPTH} deep")
         self.pos += 1
         if repeat_sign != "{":
@@ -235,11 +238,3 @@ class _GbnfParser:
         if len(digits) > MAX_DIGITS:
             self.fail(f"a number of {len(digits):,} digits is too large")
         return int(digits)
-
-
-def repeat_depth(node: Node) -> int:
-    """Return how many repetitions are nested directly in each other at a node."""
-    num_repeats = 0
-    while isinstance(node, RepeatNode):
-        node, num_repeats = node.child, num_repeats + 1
-    return num_repeats

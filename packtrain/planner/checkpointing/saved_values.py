@@ -56,7 +56,11 @@ class RecomputeChoice:
             ranks[t] = self.stream[at // num_parts]
         for t in () if with_input else stream[:num_parts]:
             del ranks[t]
-        for at, values in enumerate(by_place([inner_values(calls) for calls in split[num_parts:]])):
+        # a place means the same value in each block: if a block lacks an op of others, such as rope in some of
+        # SmolLM3's, the input of that op takes its place
+        blocks = [inner_values(calls) for calls in split[num_parts:]]
+        longest_block = max(blocks, key=len, default=[])
+        for at, values in enumerate([_aligned_like(values, longest_block) for values in blocks]):
             for place, rank in self.inner[at // num_parts]:
                 if place < len(values):  # where blocks differ, some have fewer values
                     t = stream[at] if place == INPUT_PLACE else values[place]
@@ -94,15 +98,6 @@ def inner_values(calls: Sequence[Call]) -> list[Tensor]:
     """Return the values that a block could save: results with bytes but the last, which is the next stream value."""
     result_tensors = [t for call in calls if not call.op.view for t in call.results]
     return result_tensors[:-1]
-
-
-def by_place(blocks: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-    """Return the inner values of blocks, aligned so that a place means the same value in each block.
-
-    If a block lacks an op of others, such as rope in some of SmolLM3's, the input of that op takes its place.
-    """
-    longest_block = max(blocks, key=len, default=[])
-    return [_aligned_like(values, longest_block) for values in blocks]
 
 
 def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:

@@ -34,7 +34,9 @@ def terminal_text(
         upper_row, below = heights[2 * NUM_LINES - 1 - 2 * k], heights[2 * NUM_LINES - 2 - 2 * k]
         cells = zip(upper_row.tolist(), below.tolist(), strict=True)
         lines.append(f"{marks[k]:>{MARGIN - 2}} ┤" + "".join(_cell(a, b, color) for a, b in cells))
-    lines.append(f"{'alive':>{MARGIN - 2}}  " + _live_bars(scene, column_steps))
+    live_nbytes = scene.live_nbytes.sum(axis=0)
+    eighths = -(-live_nbytes[column_steps] * 8 // max(int(live_nbytes.max(initial=0)), 1))
+    lines.append(f"{'alive':>{MARGIN - 2}}  " + "".join(BARS[n] for n in eighths.tolist()))
     lines.append(" " * MARGIN + _axis_line(scene, column_steps))
     return "\n".join([*lines, *_legend(scene, width, color), "", *_owners(scene, width), ""])
 
@@ -90,12 +92,6 @@ def _color_code(category_index: int) -> int:
     hex_digits = COLORS[CATEGORIES[category_index]].removeprefix("#")
     red, green, blue = (round(int(hex_digits[k : k + 2], 16) / 51) for k in (0, 2, 4))
     return 16 + 36 * red + 6 * green + blue
-
-
-def _live_bars(scene: PlanScene, steps: np.ndarray) -> str:
-    live_nbytes = scene.live_nbytes.sum(axis=0)
-    eighths = -(-live_nbytes[steps] * 8 // max(int(live_nbytes.max(initial=0)), 1))
-    return "".join(BARS[n] for n in eighths.tolist())
 
 
 def _axis_line(scene: PlanScene, steps: np.ndarray) -> str:

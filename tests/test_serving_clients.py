@@ -13,7 +13,7 @@ from packtrain.common.errors import InputError
 from packtrain.data.chat_template import ChatTemplate
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.serving import slots
-from packtrain.serving.request_bodies import parse_json
+from packtrain.serving.http_app import parse_json
 from packtrain.serving.server_state import RequestLimits
 from tests.clients import ASK, Api, model_api, openai, openai_client
 

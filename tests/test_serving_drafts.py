@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
-from packtrain.inference.kv_cache.state_checkpoints import StateCheckpoints
+from packtrain.inference.kv_cache.saved_state import StateCheckpoints
 from packtrain.serving.http_app import app
 from packtrain.workflows.model_server import ServeSettings, load_server
 from tests.architectures import random_model

@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 from packtrain.data.conversations.record_formats import RecordReader
 from packtrain.data.text.documents import SourceFile
 from packtrain.models.model_file import open_model
-from packtrain.serving.chat_page import page_text, security_policy
-from packtrain.serving.http_app import app
+from packtrain.serving.http_app import app, page_text, security_policy
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.browser import RestartableServer, chromium

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from packtrain.dtypes import RECODABLE
 from packtrain.engine import ops
 from packtrain.engine.ops.arrays import noise_stream
-from packtrain.engine.ops.mixture import Low
+from packtrain.engine.ops.routing import Low
 from packtrain.engine.tensor import Tensor
 from packtrain.models.activation_rounding import matmul_weight
 from packtrain.models.config import Config

@@ -1,10 +1,9 @@
 """Every op, by name. One file per family, with every rule about its ops."""
 
 from packtrain.engine.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_back
-from packtrain.engine.ops.attention import attention, attention_back
-from packtrain.engine.ops.attention_cells import attention_cells
+from packtrain.engine.ops.attention import attention, attention_back, attention_cells
 from packtrain.engine.ops.cast import add_cast, cast
-from packtrain.engine.ops.choosing import candidates, draw
+from packtrain.engine.ops.choosing import argmax, argsort, candidates, count_equal, draw
 from packtrain.engine.ops.composed import (
     alibi, alibi_slopes, attention_to_all, group_norm, l2_norm, mean, mean_squared_error, soft_max_sinks, upscale,
 )  # fmt: skip
@@ -20,15 +19,13 @@ from packtrain.engine.ops.experts import (
 from packtrain.engine.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.engine.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
 from packtrain.engine.ops.matmul import matmul, matmul_back, out_prod, outer
-from packtrain.engine.ops.mixture import experts
 from packtrain.engine.ops.norm import mean_rows, norm, rms_norm, rms_norm_back
-from packtrain.engine.ops.pooling import pool_1d, pool_2d, pool_2d_back
-from packtrain.engine.ops.ranking import argmax, argsort, count_equal
+from packtrain.engine.ops.windows import im2col, im2col_back, pool_1d, pool_2d, pool_2d_back
 from packtrain.engine.ops.reduce import broadcast_to, cumsum, repeat, sum, sum_rows, sum_to
 from packtrain.engine.ops.region import acc, pad, set, slice
 from packtrain.engine.ops.rope import grown, rope, rope_table
 from packtrain.engine.ops.rounded import matmul_rounded, rounded
-from packtrain.engine.ops.routing import group_rows, take, take_back, top_k
+from packtrain.engine.ops.routing import experts, group_rows, take, take_back, top_k
 from packtrain.engine.ops.scan import short_conv_states, ssm_scan, ssm_scan_back, ssm_scan_cells
 from packtrain.engine.ops.shape import (
     concat, cont, narrow, narrow_back, permute, reshape, transpose,
@@ -42,7 +39,6 @@ from packtrain.engine.ops.unary_functions import (
     abs, clamp, cos, elu, erf, gelu, gelu_erf, gelu_quick, leaky_relu, sgn, sin, softplus,
 )  # fmt: skip
 from packtrain.engine.ops.gradient_clipping import accumulate, clip_gate, sum_squares
-from packtrain.engine.ops.windows import im2col, im2col_back
 
 __all__ = [
     "abs", "acc", "accumulate", "add", "add_cast", "alibi", "alibi_slopes", "argmax", "argsort", "attention",

@@ -18,7 +18,7 @@ from packtrain.inference.kv_cache.cell_pools import CellMove, CellPools, Context
 from packtrain.inference.kv_cache.context_size import ContextPlan, check_room
 from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
-from packtrain.inference.kv_cache.state_checkpoints import REREAD_MESSAGE, StateCheckpoints
+from packtrain.inference.kv_cache.saved_state import REREAD_MESSAGE, StateCheckpoints
 from packtrain.inference.sampling import Chain, SamplerInput
 from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.config import Config

@@ -25,8 +25,8 @@ from packtrain.gguf import GGUF
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import MICRO, UPDATE, make_plans
 from packtrain.training.finetune_settings import TuneSettings
-from packtrain.training.ineffective_settings import check_effects
 from packtrain.training.training_engine import EngineStep, TrainingEngine
+from packtrain.workflows.planned_run import check_effects
 from tests.architectures import random_model
 from tests.kill import sample_chats
 from tests.models import CONFIG, same_bits, seeded_batch, seeded_weights

@@ -21,14 +21,14 @@ from packtrain.training import disk_space
 from packtrain.training.checkpoints import TrainingProgress, save
 from packtrain.training.disk_space import check_space, resumable, run_files
 from packtrain.training.finetune_settings import TuneSettings
-from packtrain.training.ineffective_settings import (
+from packtrain.training.resume_check import differences
+from packtrain.training.train_settings import TrainSettings
+from packtrain.training.training_job import HEAD_NBYTES, make_schedule
+from packtrain.workflows.planned_run import (
     check_effects,
     check_validation,
     optimizer_settings,
 )
-from packtrain.training.resume_check import differences
-from packtrain.training.train_settings import TrainSettings
-from packtrain.training.training_job import HEAD_NBYTES, make_schedule
 from tests.test_train import data, refusal_line, said, signal_after, train_arguments  # noqa: F401  data is a fixture
 
 # ---- settings without effect

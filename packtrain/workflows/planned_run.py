@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from html import escape
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
+from packtrain.common.option_rules import check_rules, refuse_changed
+from packtrain.common.options import WITH_OPTIMIZER, flag, resumable_names
 from packtrain.common.text import clock, plural
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.distributed import current_world
 from packtrain.engine.backends import HOST, cpu
 from packtrain.engine.memory_plan import size_text
+from packtrain.engine.optim import OPTIMIZERS
 from packtrain.planner import budget as budgets
 from packtrain.planner.budget import ReportFunction, followed, minimum_budget, plan_within_limits
 from packtrain.planner.cost_model import BackendRates
@@ -32,7 +35,6 @@ from packtrain.planner.rank_exchange import ExchangeTimes, shared
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import TrainingPlans, packed_weight_types
 from packtrain.training.checkpoints import TrainingCheckpoint, TrainingProgress, load_checkpoint
-from packtrain.training.ineffective_settings import check_effects, check_validation
 from packtrain.training.monitoring.notebook import html_table
 from packtrain.training.replay_texts import writing_seconds
 from packtrain.training.run_settings import RunSettings
@@ -318,3 +320,43 @@ def facts(run_plan: PlannedRun, peak_nbytes: int | None = None) -> dict[str, Any
         "rows": memory_rows(run_plan.plans, target.space), "measured": None if target.is_separate else peak_nbytes,
         "space": target.space,
     }  # fmt: skip
+
+
+def optimizer_settings(settings_class: type[RunSettings]) -> set[str]:
+    """Return the settings that only some optimizers have."""
+    names = [{field.name for field in fields(optimizer)} for optimizer in OPTIMIZERS.values()]
+    return {f.name for f in fields(settings_class)} & (
+        set().union(*names) - names[0].intersection(*names)
+    )
+
+
+def check_effects(settings: RunSettings) -> None:
+    """Raise InputError for a setting without effect. A resumed run keeps its original settings."""
+    if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
+        raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
+    if settings.resume and not settings.overwrite:
+        return
+    check_rules(settings)
+    optimizer, settings_class = OPTIMIZERS[settings.optimizer], type(settings)
+    option, names = f"--optimizer {optimizer.name}", {field.name for field in fields(optimizer)}
+    refuse_changed(settings, sorted(optimizer_settings(settings_class) - names), f"with {option}")
+    if optimizer.first_length is not None:
+        idle_names = resumable_names(settings_class, WITH_OPTIMIZER) - {"lr", "optimizer"}
+        reason = f"with {option}, which searches for the length of each step"
+        refuse_changed(settings, sorted(idle_names), reason)
+    if settings.learning_rate == 0:
+        raise InputError("--lr 0 trains nothing; it must be more than 0")
+    for name in ("save_name", "save_model"):
+        pattern = getattr(settings, name)
+        if pattern and (
+            "ITERATION" not in pattern or "/" in pattern or not pattern.endswith(".gguf")
+        ):
+            raise InputError(
+                f"{flag(name)} {pattern}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
+            )
+
+
+def check_validation(settings: RunSettings, validates: bool) -> None:
+    """Raise InputError for validation settings of a run without validation data."""
+    if not settings.resume:
+        check_rules(settings, {"has_validation": validates})

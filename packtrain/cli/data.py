@@ -83,9 +83,8 @@ def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> conversations.D
     key = f"{metadata.get('general.architecture')}.context_length"
     context = metadata.get(key, CONTEXT)
     if not isinstance(context, int) or context < 1:
-        raise InputError(
-            f"{settings.model}: {key} is {context!r}; it must be a whole number from 1"
-        )
+        fact = f"{settings.model}: {key} is {context!r}; it must be a whole number from 1"
+        raise InputError(fact)
     return conversations.DatasetRecipe(
         settings.data, settings.model, settings.ctx or min(context, CONTEXT), settings.truncate,
         not settings.mask_prompt, settings.train_on == "last", settings.separator and unescape(settings.separator),

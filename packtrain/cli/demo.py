@@ -30,9 +30,8 @@ def run(settings: DemoSettings) -> int:
     if settings.folder.exists() and not settings.folder.is_dir():
         raise InputError(f"--folder: {settings.folder} is a file; give an empty or a new folder")
     if settings.folder.exists() and any(settings.folder.iterdir()) and not marker_path.exists():
-        raise InputError(
-            f"--folder: {settings.folder} has other files; give an empty or a new folder"
-        )
+        fact = f"--folder: {settings.folder} has other files; give an empty or a new folder"
+        raise InputError(fact)
     settings.folder.mkdir(parents=True, exist_ok=True)
     marker_path.touch()
     text = settings.folder / "python.txt"

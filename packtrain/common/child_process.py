@@ -53,9 +53,8 @@ def run_in_child(
     if child.returncode:
         lines = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
         name = function.__name__.replace("_", " ")
-        raise RuntimeError(
-            f"the child process for {name} failed, exit {child.returncode}: {lines[0]}"
-        )
+        fact = f"the child process for {name} failed, exit {child.returncode}: {lines[0]}"
+        raise RuntimeError(fact)
     result: R = pickle.loads(response)
     return result
 

@@ -211,9 +211,8 @@ def check_output(output: Path, field: str, read: Iterable[Path | None], overwrit
     check_writable(output, field)
     check_not_read(output, field, read)
     if output.exists() and not overwrite:
-        raise InputError(
-            f"{field}: {output} exists; give another name, or --overwrite to replace it"
-        )
+        fact = f"{field}: {output} exists; give another name, or --overwrite to replace it"
+        raise InputError(fact)
 
 
 def require_existing(path: str | Path, field: str) -> Path:
@@ -246,7 +245,6 @@ def file_lock(path: Path, description: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError(
-                    f"{description} is in use by another process; wait for it, or end it"
-                ) from None
+                fact = f"{description} is in use by another process; wait for it, or end it"
+                raise InputError(fact) from None
         yield

@@ -272,9 +272,8 @@ def _check_value(field: "dataclasses.Field[Any]", kind: Any, value: Any, source:
     choices, (min_value, max_value) = metadata.get("choices"), metadata.get("bounds", (None, None))
     if choices and value not in choices:
         suggestion = did_you_mean(value, choices)
-        raise InputError(
-            f"{location} is {value}; it must be one of {', '.join(choices)}{suggestion}"
-        )
+        fact = f"{location} is {value}; it must be one of {', '.join(choices)}{suggestion}"
+        raise InputError(fact)
     if kind is float and not math.isfinite(value):
         raise InputError(f"{location} is {value}; it must be finite")
     if kind in (int, float) and not (
@@ -316,9 +315,8 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     try:
         values = _parse_yaml(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
-        raise InputError(
-            f"--config: {path} cannot be read: {str(error.strerror).lower()}"
-        ) from None
+        fact = f"--config: {path} cannot be read: {str(error.strerror).lower()}"
+        raise InputError(fact) from None
     except UnicodeDecodeError as error:
         raise InputError(f"--config: {path} is not UTF-8 text: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

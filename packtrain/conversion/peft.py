@@ -205,9 +205,8 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
             alpha = value
             break
     if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha == 0:
-        raise InputError(
-            f"{path}: lora_alpha of {module} is {alpha!r}; it must be a number other than 0"
-        )
+        fact = f"{path}: lora_alpha of {module} is {alpha!r}; it must be a number other than 0"
+        raise InputError(fact)
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -278,9 +277,8 @@ def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_ex
     first_pair = next(iter(by_expert.values()))
     shapes = {(a.shape, b.shape) for a, b in by_expert.values()}
     if len(shapes) > 1:
-        raise InputError(
-            f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
-        )
+        fact = f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
+        raise InputError(fact)
     zero_pair = tuple(np.zeros_like(half) for half in first_pair)
     a, b = zip(*(by_expert.get(e, zero_pair) for e in range(num_experts)), strict=True)
     return np.stack(a), np.stack(b)

@@ -166,9 +166,8 @@ class GGUFPart:
             raise self._wrong(f"{shown} has unknown tensor type {type_number}")
         dtype, row_width = gguf_format.DTYPE_BY_NUMBER[type_number], shape[-1] if shape else 1
         if row_width % dtype.block:
-            raise self._wrong(
-                f"rows of {shown} have {row_width} elements; {dtype} packs {dtype.block} each"
-            )
+            fact = f"rows of {shown} have {row_width} elements; {dtype} packs {dtype.block} each"
+            raise self._wrong(fact)
         if math.prod(max(axis, 1) for axis in shape) * 8 > MAX_ARRAY_NBYTES:
             raise self._wrong(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
         nbytes = gguf_format.tensor_nbytes(shape, dtype)
@@ -179,9 +178,8 @@ class GGUFPart:
         for e in self.entries.values():
             shown, left_nbytes = shorten_text(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:
-                raise self._wrong(
-                    f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
-                )
+                fact = f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
+                raise self._wrong(fact)
             if e.nbytes > left_nbytes:
                 raise self._wrong(
                     f"{shown} needs {e.nbytes} bytes at offset {e.offset}, the file has {max(left_nbytes, 0)}"

@@ -71,9 +71,8 @@ def _as_deferred(name: str, tensor: np.ndarray | DeferredTensor) -> DeferredTens
         return tensor
     dtype = DTYPES_BY_NUMPY.get(tensor.dtype)
     if dtype is None or dtype.number is None or tensor.ndim > gguf_format.MAX_AXES:
-        raise gguf_format.GGUFError(
-            f"{name}: a {tensor.dtype} array of {tensor.ndim} axes cannot be a GGUF tensor"
-        )
+        fact = f"{name}: a {tensor.dtype} array of {tensor.ndim} axes cannot be a GGUF tensor"
+        raise gguf_format.GGUFError(fact)
     return DeferredTensor(dtype, dtype.tensor_shape(tensor.shape), lambda: [tensor])
 
 
@@ -178,9 +177,8 @@ def _encode_texts(*texts: str | bytes) -> bytes:
 def _encode_value(key: str, value: MetadataValue) -> Iterator[bytes]:
     """Yield type and value as bytes, in parts; lists and arrays become arrays of their kind."""
     if value.kind != "string" and value.kind not in NUMPY_CODES:
-        raise gguf_format.GGUFError(
-            f"{key}: kind {value.kind} is none of {', '.join(NUMPY_CODES)}, string"
-        )
+        fact = f"{key}: kind {value.kind} is none of {', '.join(NUMPY_CODES)}, string"
+        raise gguf_format.GGUFError(fact)
     type_number, items = KINDS.index(value.kind), value.value
     if not isinstance(items, (list, tuple, np.ndarray)):
         yield struct.pack("<I", type_number) + _encode_items(value.kind, [items])

@@ -83,9 +83,8 @@ def read_adapter(path: str | Path) -> Adapter:
     ignored = tuple(name for name in gguf.entries if name.endswith(NORM_SUFFIX))
     base_names = dict.fromkeys(_base_name(gguf, n) for n in gguf.entries if n not in ignored)
     if not base_names:
-        raise InputError(
-            f"{path}: there are no tensors; an adapter has pairs {' and '.join(SUFFIXES)}"
-        )
+        fact = f"{path}: there are no tensors; an adapter has pairs {' and '.join(SUFFIXES)}"
+        raise InputError(fact)
     lora_pairs = {name: _read_pair(gguf, name) for name in base_names}
     return Adapter(architecture, alpha, lora_pairs, ignored, metadata.get(AWARE_KEY) is True)
 
@@ -94,9 +93,8 @@ def _base_name(gguf: GGUF, name: str) -> str:
     """Return the name of the base's tensor to which lora_a or lora_b belongs. Raises InputError."""
     base_name = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
     if base_name == name:
-        raise InputError(
-            f"{gguf.path}: tensor {name} is neither {' nor '.join(SUFFIXES)} of a tensor"
-        )
+        fact = f"{gguf.path}: tensor {name} is neither {' nor '.join(SUFFIXES)} of a tensor"
+        raise InputError(fact)
     return base_name
 
 
@@ -113,14 +111,12 @@ def _read_pair(gguf: GGUF, name: str) -> Pair:
 def _read_half(gguf: GGUF, name: str) -> np.ndarray:
     entry = gguf.entries.get(name)
     if entry is None:
-        raise InputError(
-            f"{gguf.path}: tensor {name} is missing; halves of an adapter come in pairs"
-        )
+        fact = f"{gguf.path}: tensor {name} is missing; halves of an adapter come in pairs"
+        raise InputError(fact)
     if entry.dtype not in READABLE_DTYPES or not 2 <= len(entry.shape) <= 3 or 0 in entry.shape:
         requirement = f"a matrix of {', '.join(map(str, READABLE_DTYPES))}"
-        raise InputError(
-            f"{gguf.path}: {name} is {entry.dtype}{[*entry.shape]}; it must be {requirement}"
-        )
+        fact = f"{gguf.path}: {name} is {entry.dtype}{[*entry.shape]}; it must be {requirement}"
+        raise InputError(fact)
     stored_array = gguf.array(name)
     f32_values = stored_array if entry.dtype is f32 else dequantize(stored_array)
     if not np.isfinite(f32_values).all():
@@ -173,9 +169,8 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
     for name, (a, b) in adapter.lora_pairs.items():
         entry = base.entries.get(name)
         if entry is None:
-            raise InputError(
-                f"{path}: {base.path} has no tensor {name}; the adapter is for another base"
-            )
+            fact = f"{path}: {base.path} has no tensor {name}; the adapter is for another base"
+            raise InputError(fact)
         if len(entry.shape) < 2 or (a.shape, b.shape) != fitting(entry.shape, name, b.shape[-1]):
             raise InputError(
                 f"{path}: {name}: lora_a {[*a.shape]} and lora_b {[*b.shape]} do not fit {[*entry.shape]}"

@@ -99,9 +99,8 @@ def open_start(settings: Any) -> LlamaCppCheckpoint | None:
             raise InputError(f"{flag(name)} {requested:g}: {path} has {saved:g}; leave it out")
     has_vocabulary, vocab = TOKENS_KEY in metadata, settings.vocab
     if has_vocabulary and vocab is not None:
-        raise InputError(
-            f"--vocab has no effect with {path}, which holds a vocabulary; leave it out"
-        )
+        fact = f"--vocab has no effect with {path}, which holds a vocabulary; leave it out"
+        raise InputError(fact)
     if not has_vocabulary and vocab is None:
         raise InputError(f"--vocab must be given: {path} holds no vocabulary")
     model = ModelFile(gguf, config)

@@ -82,9 +82,8 @@ def open_model(path: str | Path, extra_tensors: Sequence[str] = ()) -> ModelFile
     """
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
-        raise InputError(
-            f"{path}: this is an adapter, not a model; give its base, and --lora {path}"
-        )
+        fact = f"{path}: this is an adapter, not a model; give its base, and --lora {path}"
+        raise InputError(fact)
     config = read_config(gguf)
     _check_vocabulary(gguf, config)
     check_tensors(gguf, config, extra_tensors)
@@ -207,9 +206,8 @@ def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype)
             return array.astype(dtype.numpy, copy=False)
     except FloatingPointError:
         largest = float(np.abs(array).max())
-        raise InputError(
-            f"{path}: {name} has values up to {largest:.3g}, beyond {dtype}; write bf16 or f32"
-        ) from None
+        fact = f"{path}: {name} has values up to {largest:.3g}, beyond {dtype}; write bf16 or f32"
+        raise InputError(fact) from None
 
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:

@@ -80,9 +80,8 @@ def _read_block_count(gguf: GGUF, keys: MetadataReader) -> int:
 def _read_vocabulary_size(gguf: GGUF) -> int:
     tensor_info = gguf.entries.get("token_embd.weight")
     if tensor_info is None:
-        raise InputError(
-            f"{gguf.path}: there is no tensor token_embd.weight; a model needs its weights"
-        )
+        fact = f"{gguf.path}: there is no tensor token_embd.weight; a model needs its weights"
+        raise InputError(fact)
     if len(tensor_info.shape) != 2 or not 0 < tensor_info.shape[0] <= MAX_SIZE:
         raise InputError(
             f"{gguf.path}: token_embd.weight has shape {list(tensor_info.shape)}; it must be [vocabulary, width]"

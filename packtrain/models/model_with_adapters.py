@@ -30,9 +30,8 @@ def split_scale(text: str) -> tuple[Path, float]:
     except ValueError:
         return Path(text), 1.0
     if not abs(scale) <= MAX_SCALE:  # nan, too
-        raise InputError(
-            f"{text}: the scale is {scale_text}; it must be from -{MAX_SCALE:g} to {MAX_SCALE:g}"
-        )
+        fact = f"{text}: the scale is {scale_text}; it must be from -{MAX_SCALE:g} to {MAX_SCALE:g}"
+        raise InputError(fact)
     return Path(path), scale
 
 

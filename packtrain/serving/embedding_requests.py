@@ -57,9 +57,8 @@ def embed_content(
     texts = parse_prompts(content, server.tokenizer, min(MAX_TEXTS, max_vectors), "input")
     num_tokens = sum(map(len, texts))
     if server.pooling == "none" and num_tokens > max_vectors:
-        raise InputError(
-            f"input has {num_tokens:,} tokens; at most {max_vectors:,} are embedded at once"
-        )
+        fact = f"input has {num_tokens:,} tokens; at most {max_vectors:,} are embedded at once"
+        raise InputError(fact)
     return texts, server.embed(texts, body.number("embd_normalize", 2, -1, 100))
 
 

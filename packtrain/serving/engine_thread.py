@@ -79,9 +79,8 @@ class ServingEngine:
             if self._is_closing:
                 raise generation_jobs.ServerBusy("the server is shutting down")
             if len(self._queue) >= self._max_waiting:
-                raise generation_jobs.ServerBusy(
-                    f"{self._max_waiting} requests are waiting already; try again later"
-                )
+                fact = f"{self._max_waiting} requests are waiting already; try again later"
+                raise generation_jobs.ServerBusy(fact)
             self._queue.append(ticket)
             self._condition.notify()
         return ticket

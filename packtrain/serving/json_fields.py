@@ -183,9 +183,8 @@ def parse_token_ids(token: Any, tokenizer: Tokenizer) -> list[int]:
     if isinstance(token, bool) or not isinstance(token, int):
         raise InputError("logit_bias: a token must be an id or a text")
     if not 0 <= token < tokenizer.vocab_size:
-        raise InputError(
-            f"logit_bias: there is no token {token}; the vocabulary has {tokenizer.vocab_size:,}"
-        )
+        fact = f"logit_bias: there is no token {token}; the vocabulary has {tokenizer.vocab_size:,}"
+        raise InputError(fact)
     return [token]
 
 

@@ -118,9 +118,8 @@ def parse_response_format(response_format: JsonBody) -> Any:
         if response_format.get("schema") is None:
             raise InputError("response_format: json_schema has no schema; it must have one")
         return response_format.get("schema") or {"type": "object"}
-    raise InputError(
-        f"response_format.type is {format_type!r}; it must be text, json_object or json_schema"
-    )
+    fact = f"response_format.type is {format_type!r}; it must be text, json_object or json_schema"
+    raise InputError(fact)
 
 
 # ---- each kind of request
@@ -256,9 +255,8 @@ def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversat
     """Return whether an answer begins within thoughts; None: thoughts are not separated. Raises InputError."""
     reasoning_format = body.text("reasoning_format", server.reasoning_format)
     if reasoning_format not in FORMATS:
-        raise InputError(
-            f"reasoning_format is {reasoning_format!r}; it must be one of {', '.join(FORMATS)}"
-        )
+        fact = f"reasoning_format is {reasoning_format!r}; it must be one of {', '.join(FORMATS)}"
+        raise InputError(fact)
     if reasoning_format == NONE or server.think_marks is None:
         return None
     last_message = conversation.messages[-1]

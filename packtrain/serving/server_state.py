@@ -222,9 +222,8 @@ class Server:
         if len(job.prompt) >= self.engine.max_seq_tokens:
             raise PromptTooLong(len(job.prompt), self.engine.max_seq_tokens)
         if job.slot >= len(self.engine.slots):
-            raise InputError(
-                f"id_slot is {job.slot}; there are {len(self.engine.slots)} slots, from 0 on"
-            )
+            fact = f"id_slot is {job.slot}; there are {len(self.engine.slots)} slots, from 0 on"
+            raise InputError(fact)
 
     def embed(self, texts: Sequence[Sequence[int]], norm: int = 2) -> list[np.ndarray]:
         """Return the embedding of each text, see `normalize_vector`; with pooling none its tokens', as they are.

@@ -98,9 +98,8 @@ class RequestTools:
                     raise InputError(f"tools: {function['name']}: {fault}") from None
             if isinstance(error, InputError):
                 raise
-            raise InputError(
-                "tools: a property is no object; this model's calls need that"
-            ) from None
+            fact = "tools: a property is no object; this model's calls need that"
+            raise InputError(fact) from None
 
     def _grammar(self, tokenizer: Tokenizer, chosen: Sequence[Call], otherwise: str) -> Grammar:
         style, is_free = self.style, self.choice == "auto"

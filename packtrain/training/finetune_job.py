@@ -248,9 +248,8 @@ def _make_batches(
         teacher = open_model(require_existing(settings.teacher, "--teacher"))
         check_vocabularies(model, teacher, "a teacher")
         if config.final_softcap:
-            raise InputError(
-                f"--teacher: {model.gguf.path.name} caps its logits, which it is not for"
-            )
+            fact = f"--teacher: {model.gguf.path.name} caps its logits, which it is not for"
+            raise InputError(fact)
         mark = fingerprint(teacher)
         distill = settings.distill
         train_class = partial(TeacherBatches, loss_settings=distill, teacher=teacher, mark=mark)
@@ -278,9 +277,8 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
     if not settings.aware or config.lora is None:
         return
     if config.expert_count:
-        raise InputError(
-            f"--aware: {model.gguf.path.name} has experts, which it is not for; leave it out"
-        )
+        fact = f"--aware: {model.gguf.path.name} has experts, which it is not for; leave it out"
+        raise InputError(fact)
     types, dtype_names = model.matrix_dtypes(), ", ".join(map(str, RECODABLE))
     adapted_types = {n: types[n] for n in transformer.weights(config) if config.lora.rank_of(n)}
     # the merge would lose part of what such a matrix learns, which no step sees
@@ -360,7 +358,6 @@ def _rank(text: str) -> tuple[str, int]:
     """Parse NAME=RANK into name and rank; RANK alone is for all names, `*`. Raises InputError."""
     name, _, rank_text = text.rpartition("=")
     if not rank_text.isdecimal() or not 0 < int(rank_text) <= 4096:
-        raise InputError(
-            f"--lora-rank {text}: it must be from 1 to 4096, or NAME=RANK such as attn_q=8"
-        )
+        fact = f"--lora-rank {text}: it must be from 1 to 4096, or NAME=RANK such as attn_q=8"
+        raise InputError(fact)
     return name or "*", int(rank_text)

@@ -211,9 +211,8 @@ class TuneSettings(RunSettings):
         if self.loss == NEXT_TOKEN:
             return None
         if self.truncate == "split":
-            raise InputError(
-                f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
-            )
+            fact = f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
+            raise InputError(fact)
         return make_preference(
             self.loss,
             beta=self.beta,

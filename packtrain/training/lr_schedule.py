@@ -31,9 +31,8 @@ class LrSchedule:
     def __post_init__(self) -> None:
         for flag, rate in (("--lr-min", self.lr_min), ("--warmup-lr", self.start_lr)):
             if rate > self.lr:
-                raise InputError(
-                    f"{flag} {rate:g} is more than the peak, --lr {self.lr:g}; it must be less"
-                )
+                fact = f"{flag} {rate:g} is more than the peak, --lr {self.lr:g}; it must be less"
+                raise InputError(fact)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""

@@ -94,7 +94,6 @@ class TrainSettings(RunSettings):
                 f"--dim {model_config.embedding_length} must be an even multiple of --heads {heads}"
             )
         if heads % model_config.head_count_kv:
-            raise InputError(
-                f"--heads {heads} must be a multiple of --kv-heads {model_config.head_count_kv}"
-            )
+            fact = f"--heads {heads} must be a multiple of --kv-heads {model_config.head_count_kv}"
+            raise InputError(fact)
         return model_config

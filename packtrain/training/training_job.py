@@ -299,9 +299,8 @@ def _moment_share(
 ) -> RankShare | None:
     """Return (rank, ranks) if --zero shares out the moments, else None. Raises InputError where it cannot."""
     if current_world().world_size == 1 and settings.zero and not settings.resume:
-        raise InputError(
-            f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
-        )
+        fact = f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
+        raise InputError(fact)
     if current_world().world_size == 1 or not settings.zero:
         return None
     if not optimizer.by_parts:

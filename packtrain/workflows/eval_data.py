@@ -239,9 +239,8 @@ class EvalDataLoader:
         for note in dataset.notes:
             self.report(note)
         if part == VALID and dataset.valid is None:
-            raise InputError(
-                f"--split valid: {path} has too few records; --val-split holds out none"
-            )
+            fact = f"--split valid: {path} has too few records; --val-split holds out none"
+            raise InputError(fact)
         samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
         row_tokens = row_length(length, SampleBatches.item_lengths(samples))
         num_windows = SampleBatches(samples, 1, row_tokens, shuffle=False).windows

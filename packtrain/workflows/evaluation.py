@@ -179,9 +179,8 @@ def _measured(
             batch_losses.append(losses)
             loss_sum, count = loss_sum + float(losses.sum(dtype=np.float64)), count + len(losses)
             if not math.isfinite(loss_sum):
-                raise InputError(
-                    f"{model_name}: the loss is {loss_sum}; the weights must give finite numbers"
-                )
+                fact = f"{model_name}: the loss is {loss_sum}; the weights must give finite numbers"
+                raise InputError(fact)
             perplexity = MeanEstimate(loss_sum / max(count, 1), 0.0).exponential.value
             num_windows = min(len(batch_losses) * batches.rows, batches.windows)
             report_progress(num_windows, batches.windows, f"perplexity {perplexity:.4f}")

@@ -129,9 +129,8 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
             lines = read_text(self.api_key_file, "--api-key-file").splitlines()
             api_keys += [line.strip() for line in lines if line.strip()]
             if not api_keys:
-                raise InputError(
-                    f"--api-key-file: {self.api_key_file} has no key; write one a line"
-                )
+                fact = f"--api-key-file: {self.api_key_file} has no key; write one a line"
+                raise InputError(fact)
         if "" in api_keys:
             raise InputError("--api-key is empty; give a key, or leave it out")
         return api_keys

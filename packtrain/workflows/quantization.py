@@ -167,9 +167,8 @@ def writable_dtype(
 def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype]) -> None:
     """Raise InputError for unsuitable inputs, outputs or types, before any work."""
     if gguf.metadata.get("general.type") == "adapter":
-        raise InputError(
-            f"{gguf.path} is an adapter, which stays in f32; merge it first (`packtrain merge`)"
-        )
+        fact = f"{gguf.path} is an adapter, which stays in f32; merge it first (`packtrain merge`)"
+        raise InputError(fact)
     read = [*gguf.paths, settings.imatrix]
     if settings.calibrate is not None:
         read += import_module("packtrain.data.text.text_streams").data_files(settings.calibrate)

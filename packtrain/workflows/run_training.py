@@ -68,9 +68,8 @@ def execute_run(
         else:
             _check_outputs(settings)
         if settings.nproc > 1 and current_world().world_size == 1:
-            raise InputError(
-                "--nproc is for the command line; here, start the processes with torchrun"
-            )
+            fact = "--nproc is for the command line; here, start the processes with torchrun"
+            raise InputError(fact)
         yaml()  # load it now, not inside the plan's memory
         with watched(settings, events) as (events, show_run, report_end):
             run_plan = prepare_run(settings, events.message)
@@ -198,9 +197,8 @@ def _check_outputs(settings: RunSettings) -> None:
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT
     if folder == output:
-        raise InputError(
-            f"--output: {output} would be the run folder itself; end its name in .gguf"
-        )
+        fact = f"--output: {output} would be the run folder itself; end its name in .gguf"
+        raise InputError(fact)
     if folder.exists() and not folder.is_dir():
         raise InputError(
             f"--output: {folder} is in the way of the run folder; move it or give another --output"

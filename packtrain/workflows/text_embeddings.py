@@ -70,9 +70,8 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     with events.counting("embedding", "text") as report_progress, events.stopping() as stopped:
         for number, vector in enumerate(embeddings.embed_texts(context, token_ids, pooling)):
             if stopped():
-                raise Interrupted(
-                    f"stopped after {number} of {len(token_ids)} texts, without a result"
-                )
+                fact = f"stopped after {number} of {len(token_ids)} texts, without a result"
+                raise Interrupted(fact)
             rows, norm = np.atleast_2d(vector), settings.embd_normalize
             vectors += [embeddings.normalize_vector(row, norm) for row in rows]
             report_progress(number + 1, len(token_ids))

@@ -30,15 +30,13 @@ def parse_tensor_types(
         dtype = next((d for d in MERGEABLE if d.name.lower() == type_name.lower()), None)
         if dtype is None:
             supported_types = ", ".join(map(str, MERGEABLE))
-            raise InputError(
-                f"--tensor-type {text}: it must be NAME=TYPE, with a type of {supported_types}"
-            )
+            fact = f"--tensor-type {text}: it must be NAME=TYPE, with a type of {supported_types}"
+            raise InputError(fact)
         matching = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(kind_of(n), pattern)]
         if not matching:
             kind_names = ", ".join(dict.fromkeys(map(kind_of, names)))
-            raise InputError(
-                f"--tensor-type {text}: no changed matrix has this name; there are {kind_names}"
-            )
+            fact = f"--tensor-type {text}: no changed matrix has this name; there are {kind_names}"
+            raise InputError(fact)
         misfit = next((name for name in matching if entries[name].shape[-1] % dtype.block), None)
         if misfit is not None:
             raise InputError(

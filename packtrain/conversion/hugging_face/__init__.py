@@ -80,9 +80,8 @@ def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
     except InputError as error:
         raise InputError(str(error).replace(str(part_path), str(path))) from None
     if not sound:
-        raise InputError(
-            f"{path}: a token gets logits that are not finite; the weights are not usable"
-        )
+        fact = f"{path}: a token gets logits that are not finite; the weights are not usable"
+        raise InputError(fact)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -117,7 +116,6 @@ def _pack_values(tensor: ConvertedTensor, weight_values: np.ndarray, dtype: Dtyp
     if not np.isfinite(max_value):
         raise InputError(f"{location} has values that are not finite; weights must be numbers")
     if dtype is f16 and max_value > MAX_HALF:
-        raise InputError(
-            f"{location} has values up to {max_value:.3g}, beyond f16; write bf16 or f32"
-        )
+        fact = f"{location} has values up to {max_value:.3g}, beyond f16; write bf16 or f32"
+        raise InputError(fact)
     return quantized_arrays.quantize(weight_values, dtype)

@@ -44,9 +44,8 @@ class SafetensorsTensor:
     @property
     def dtype(self) -> Dtype:
         if self.kind not in READABLE_TYPES:
-            raise InputError(
-                f"{self.path}: {self.name} is of type {self.kind}; it must be F32, F16 or BF16"
-            )
+            fact = f"{self.path}: {self.name} is of type {self.kind}; it must be F32, F16 or BF16"
+            raise InputError(fact)
         return READABLE_TYPES[self.kind]
 
     def byte_array(self) -> np.ndarray:
@@ -123,9 +122,8 @@ def open_file(path: Path) -> dict[str, SafetensorsTensor]:
     header_nbytes = int.from_bytes(length_bytes, "little")
     data_start = LENGTH_NBYTES + header_nbytes
     if header_nbytes > MAX_HEADER_NBYTES or data_start > len(data):
-        raise InputError(
-            f"{path}: its header should have {header_nbytes} bytes, and the file has {len(data)}"
-        )
+        fact = f"{path}: its header should have {header_nbytes} bytes, and the file has {len(data)}"
+        raise InputError(fact)
     header = parse_json_object(path, data[LENGTH_NBYTES:data_start], "its header")
     header.pop("__metadata__", None)
     return {name: _entry(path, data, data_start, name, about) for name, about in header.items()}
@@ -136,9 +134,8 @@ def _entry(path: Path, data: Any, data_start: int, name: str, about: Any) -> Saf
     about = about if isinstance(about, dict) else {}
     dtype_name, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype_name, str) or dtype_name not in NBYTES:
-        raise InputError(
-            f"{path}: {name}: dtype is {dtype_name!r}; it must be one of {', '.join(NBYTES)}"
-        )
+        fact = f"{path}: {name}: dtype is {dtype_name!r}; it must be one of {', '.join(NBYTES)}"
+        raise InputError(fact)
     if not (_is_size_list(shape) and _is_size_list(offsets) and len(offsets) == 2):
         raise InputError(f"{path}: {name}: shape and data_offsets must be lists of sizes")
     first, end_offset = offsets

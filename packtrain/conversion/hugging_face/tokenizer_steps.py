@@ -92,9 +92,8 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
     decoder_kinds = {step["type"] for step in flat_steps["decoder"]}
     right = ("ByteLevel",) if is_byte_level else ("ByteFallback", "Replace or Metaspace")
     if decoder_kinds and not all(decoder_kinds & {*name.split(" or ")} for name in right):
-        raise InputError(
-            f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
-        )
+        fact = f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
+        raise InputError(fact)
     return steps
 
 
@@ -125,9 +124,8 @@ def flatten_steps(path: Path, section: str, raw_step: Any) -> list[Step]:
     if raw_step is None:
         return []
     if not isinstance(raw_step, dict) or not isinstance(raw_step.get("type"), str):
-        raise InputError(
-            f"{path}: {section} has {str(raw_step)[:80]!r}; a step is an object with a type"
-        )
+        fact = f"{path}: {section} has {str(raw_step)[:80]!r}; a step is an object with a type"
+        raise InputError(fact)
     if raw_step["type"] != "Sequence":
         return [raw_step]
     listed: Iterable[Any] = next((as_list(raw_step[key]) for key in raw_step if key != "type"), [])
@@ -139,9 +137,8 @@ def _check(path: Path, section: str, steps: list[Step], allowed_steps: AllowedSt
         kind = str(step.get("type"))
         if kind not in allowed_steps:
             right = f"only {', '.join(allowed_steps)} can be converted"
-            raise InputError(
-                f"{path}: {section} is {kind}, which a GGUF vocabulary does not have; {right}"
-            )
+            fact = f"{path}: {section} is {kind}, which a GGUF vocabulary does not have; {right}"
+            raise InputError(fact)
         if kind not in ("Digits", "Split") and sum(peer.get("type") == kind for peer in steps) > 1:
             raise InputError(f"{path}: {section} has {kind} twice; a GGUF vocabulary has it once")
         for name, values in allowed_steps[kind].items():
@@ -202,9 +199,8 @@ def _read_byte_steps(
     model = fast["model"]
     missing_byte = next((b for b in UTF8_BYTES if ALPHABET[b] not in model["vocab"]), None)
     if missing_byte is not None and model.get("unk_token") is not None:
-        raise InputError(
-            f"{path}: byte {missing_byte} has no token; a GGUF vocabulary has all bytes"
-        )
+        fact = f"{path}: byte {missing_byte} has no token; a GGUF vocabulary has all bytes"
+        raise InputError(fact)
     patterns = tuple(filter(None, (_split_pattern(path, step) for step in cuts)))
     pre_tokenizers = known_patterns()
     if patterns not in pre_tokenizers:

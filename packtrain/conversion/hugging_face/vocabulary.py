@@ -116,9 +116,8 @@ class _VocabularyFiles:
         is_unigram = self.piece_model is not None and self.piece_model.unigram
         self.steps = read_steps(self.path, self.fast) if self.fast and not is_unigram else None
         if self.piece_model and self.steps and not self.steps.use_pieces:
-            raise InputError(
-                f"{self.path} is no SentencePiece BPE as {MODEL} is; one of them must go"
-            )
+            fact = f"{self.path} is no SentencePiece BPE as {MODEL} is; one of them must go"
+            raise InputError(fact)
         self.tokens = [f"[PAD{i}]".encode() for i in range(vocab_size)]
         self.scores = np.full(vocab_size, FILLED_SCORE, np.float32)
         self.token_types = np.full(vocab_size, UNUSED_TYPE, np.int32)
@@ -231,9 +230,8 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
             table.put_added_token(path.name, added_token.get("id"), added_token, use_pieces)
     if use_pieces and not merged_model:
         if len([*groupby(map("".join, merges))]) > len(ranks):
-            raise InputError(
-                f"{path}: merges that make one token must be side by side, as by a score"
-            )
+            fact = f"{path}: merges that make one token must be side by side, as by a score"
+            raise InputError(fact)
         return table.values("llama", "default", scores=True)
     merges_value = MetadataValue(
         "string", [f"{_visible(left)} {_visible(right)}".encode() for left, right in merges]

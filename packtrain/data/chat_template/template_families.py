@@ -123,6 +123,5 @@ def load_template(name_or_path: str) -> str:
     try:
         return require_existing(name_or_path, "--chat-template").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(
-            f"--chat-template: {name_or_path} is not UTF-8; save it as UTF-8"
-        ) from None
+        fact = f"--chat-template: {name_or_path} is not UTF-8; save it as UTF-8"
+        raise InputError(fact) from None

@@ -381,7 +381,6 @@ def _join_reply(
         if reply_start < len(text) and tag_start >= 0 and ">" not in text[tag_start:reply_start]:
             reply_start = tag_start  # two tags may begin alike
         if not has_calls or question_start < 0 or reply_start < question_start + len(question_text):
-            raise InputError(
-                "the chat template gives no text in which the reply can be told from the prompt"
-            )
+            fact = "the chat template gives no text in which the reply can be told from the prompt"
+            raise InputError(fact)
     return text, reply_start

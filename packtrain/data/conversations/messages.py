@@ -207,9 +207,8 @@ def _check_tools(tools: Any, location: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise InputError(
-            f"{location}: tools must be a list of objects, each with name and parameters"
-        )
+        fact = f"{location}: tools must be a list of objects, each with name and parameters"
+        raise InputError(fact)
     functions = []
     for i, tool in enumerate(tools):
         at = f"{location}: tools[{i}]"

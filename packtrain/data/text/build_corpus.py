@@ -96,9 +96,8 @@ def _make_vocabulary(
     texts = (piece.text for piece in pieces if piece.split == TRAIN)
     first_text = next(filter(str.strip, texts), None)
     if first_text is None:
-        raise InputError(
-            f"--data: {text.data}: the part for training has no text; the data must be longer"
-        )
+        fact = f"--data: {text.data}: the part for training has no text; the data must be longer"
+        raise InputError(fact)
     trained_vocabulary = train_vocabulary(
         chain([first_text], texts), text.vocab_size, text.auto, survey_result.nbytes
     )

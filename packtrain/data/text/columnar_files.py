@@ -41,9 +41,8 @@ def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path}: row {row_number}", drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
         text = " ".join(str(error).split())
-        raise InputError(
-            f"{path} cannot be read as {suffix_of(path)} after row {row_number}: {text[:200]}"
-        ) from None
+        fact = f"{path} cannot be read as {suffix_of(path)} after row {row_number}: {text[:200]}"
+        raise InputError(fact) from None
 
 
 def _batches(path: Path, arrow: Any) -> Iterator[Any]:
@@ -97,9 +96,8 @@ def sheet_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
         rows = book.get_sheet_by_index(0).iter_rows() if sheet_names else ()
     except (calamine.CalamineError, zipfile.BadZipFile, OSError) as error:
         text = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{path} cannot be read as {suffix_of(path)}: {text}; {SAVE_TABLE}"
-        ) from None
+        fact = f"{path} cannot be read as {suffix_of(path)}: {text}; {SAVE_TABLE}"
+        raise InputError(fact) from None
     if len(sheet_names) > 1:
         report.remarks.append(f"sheet {sheet_names[0]}; not read: {shortlist(sheet_names[1:])}")
     for row_number, cells in enumerate(rows, 1):

@@ -102,9 +102,8 @@ class ReadingReport:
             elif isinstance(cell, str) and isinstance(record[field_name], str):
                 record[field_name] += f"\n{cell}"
             else:
-                raise InputError(
-                    f"{location}: {name} is no text; it must be to be joined to {field_name}"
-                )
+                fact = f"{location}: {name} is no text; it must be to be joined to {field_name}"
+                raise InputError(fact)
         return record
 
     def normalize_text(self, text: str) -> str:

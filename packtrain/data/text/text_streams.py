@@ -55,9 +55,8 @@ def data_files(data: Path | None) -> list[Path]:
 def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """Open a file, decompressed. Raises InputError if it is not a valid .gz."""
     if (suffix := path.suffix.lower()) in UNSUPPORTED_SUFFIXES:
-        raise InputError(
-            f"{path}: {suffix} files cannot be read; {UNSUPPORTED_SUFFIXES[suffix].format(path)}"
-        )
+        fact = f"{path}: {suffix} files cannot be read; {UNSUPPORTED_SUFFIXES[suffix].format(path)}"
+        raise InputError(fact)
     if suffix != ".gz":
         with open(path, "rb") as file:
             yield file
@@ -78,13 +77,11 @@ def text_chunks(path: Path) -> Iterator[str]:
             chunk = file.read(CHUNK_NBYTES)
             is_last = not chunk
             if not offset and chunk.startswith(UTF_16_MARKS):
-                raise InputError(
-                    f"{path} is UTF-16, Excel's “Unicode Text”; {as_utf_8(path, 'UTF-16')}"
-                )
+                fact = f"{path} is UTF-16, Excel's “Unicode Text”; {as_utf_8(path, 'UTF-16')}"
+                raise InputError(fact)
             if 0 in chunk:
-                raise InputError(
-                    f"{path}: a NUL at byte {offset + chunk.index(0)}; this is not a text file"
-                )
+                fact = f"{path}: a NUL at byte {offset + chunk.index(0)}; this is not a text file"
+                raise InputError(fact)
             pending_nbytes = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
                 text = decoder.decode(chunk, final=is_last)

@@ -34,9 +34,8 @@ class BytePairEncoding(Encoding):
         name = metadata.get(f"{KEYS}pre", "default")
         name = "gemma4" if metadata.get(f"{KEYS}model") == "gemma4" else name
         if not isinstance(name, str) or name not in RULES:
-            raise token_table.TokenizerError(
-                f"{KEYS}pre is {name!r}; these are known: {', '.join(sorted(RULES))}"
-            )
+            fact = f"{KEYS}pre is {name!r}; these are known: {', '.join(sorted(RULES))}"
+            raise token_table.TokenizerError(fact)
         has_no_merges = name == "kimi-k2" and f"{KEYS}merges" not in metadata  # as in llama.cpp
         self._merges = [] if has_no_merges else read_strings(metadata, "merges")
         self._rule, self._splitter = RULES[name], WordSplitter(RULES[name])

@@ -116,9 +116,8 @@ class TokenTable:
         if is_integer and id == NO_ID:
             return default if default is None or default < num_tokens else None
         if not is_integer or not 0 <= id < num_tokens:
-            raise TokenizerError(
-                f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {num_tokens - 1}"
-            )
+            fact = f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {num_tokens - 1}"
+            raise TokenizerError(fact)
         return int(id)
 
     def _find_eog_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
@@ -225,6 +224,5 @@ def _index_tokens(tokens: list[bytes]) -> dict[bytes, int]:
         return index
     first_ids: dict[bytes, int] = {}
     i = next(i for i, token in enumerate(tokens) if first_ids.setdefault(token, i) != i)
-    raise TokenizerError(
-        f"tokens {first_ids[tokens[i]]} and {i} are both {tokens[i]!r}; each must be there once"
-    )
+    fact = f"tokens {first_ids[tokens[i]]} and {i} are both {tokens[i]!r}; each must be there once"
+    raise TokenizerError(fact)

@@ -257,9 +257,8 @@ def _check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise TokenizerError(
-            f"character {e.start} of the text is {text[e.start]!r}, half of a surrogate pair"
-        ) from None
+        fact = f"character {e.start} of the text is {text[e.start]!r}, half of a surrogate pair"
+        raise TokenizerError(fact) from None
     return text
 
 

@@ -27,9 +27,8 @@ class UnigramEncoding(Encoding):
         token_types = read_numbers(metadata, "token_type", num_tokens).astype(int)  # as in the file
         scores = read_numbers(metadata, "scores", num_tokens).astype(np.float32)
         if self.table.unk is None:
-            raise TokenizerError(
-                f"the vocabulary has no unknown token; {KEYS}unknown_token_id must name one"
-            )
+            fact = f"the vocabulary has no unknown token; {KEYS}unknown_token_id must name one"
+            raise TokenizerError(fact)
         self._unknown_id = self.table.unk
         self.strips_leading_space = token_table.flag(metadata, "add_space_prefix", False)
         self._joins_spaces = token_table.flag(metadata, "remove_extra_whitespaces", False)

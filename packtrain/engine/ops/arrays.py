@@ -86,9 +86,8 @@ def num_bf16_terms(precision):
     if precision == "bf16" and not kernels.panels.HALF:
         raise InputError("precision bf16: this CPU has no AVX512_BF16; use precision f32")
     if precision == "bf16x3" and not kernels.panels.AMX:
-        raise InputError(
-            "precision bf16x3: this CPU has no AMX, or Linux refuses it; use precision f32"
-        )
+        fact = "precision bf16x3: this CPU has no AMX, or Linux refuses it; use precision f32"
+        raise InputError(fact)
     return PRECISIONS.index(precision)
 
 

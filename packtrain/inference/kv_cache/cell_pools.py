@@ -31,9 +31,8 @@ def at_least(min_value: int, **arguments: Any) -> None:
     for argument_name, value in arguments.items():
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not is_integer or value < min_value:
-            raise ContextError(
-                f"{argument_name} is {value!r}; it must be a whole number, at least {min_value}"
-            )
+            fact = f"{argument_name} is {value!r}; it must be a whole number, at least {min_value}"
+            raise ContextError(fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,8 @@ class CellPools:
 
     def __post_init__(self) -> None:
         if not 1 <= self.sequences <= kv_cells.SEQUENCES:
-            raise ContextError(
-                f"sequences is {self.sequences}; it must be from 1 to {kv_cells.SEQUENCES}"
-            )
+            fact = f"sequences is {self.sequences}; it must be from 1 to {kv_cells.SEQUENCES}"
+            raise ContextError(fact)
         num_tables = self.sequences if self.parts else 1
         self.pools = {"cell_": CellTable(self.cells, num_tables, self.width)}
         if self.ring_cells:

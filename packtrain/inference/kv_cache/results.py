@@ -44,9 +44,8 @@ def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] |
     rows = sorted(last_rows.values()) if requested_rows is None else [*requested_rows]
     all_integers = all(isinstance(row, int | np.integer) for row in rows)
     if not all_integers or any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
-        raise ContextError(
-            f"wanted places must ascend, from 0 to {len(sets) - 1}; these are {rows}"
-        )
+        fact = f"wanted places must ascend, from 0 to {len(sets) - 1}; these are {rows}"
+        raise ContextError(fact)
     return rows
 
 

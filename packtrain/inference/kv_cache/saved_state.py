@@ -123,9 +123,8 @@ class SavedSequences:
         """Return the sequences to restore to: `seqs`, or the saved numbers if None. Raises ContextError."""
         new_seqs = [*(self.seqs if seqs is None else seqs)]
         if len(new_seqs) != len(self.seqs):
-            raise ContextError(
-                f"the state has {len(self.seqs)} sequences; {len(new_seqs)} are given for them"
-            )
+            fact = f"the state has {len(self.seqs)} sequences; {len(new_seqs)} are given for them"
+            raise ContextError(fact)
         if len({*new_seqs}) < len(new_seqs):
             raise ContextError(f"each saved sequence needs its own; these are {new_seqs}")
         return new_seqs
@@ -195,14 +194,12 @@ def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequ
         raise ContextError("this is not a state of a context; save one with packtrain")
     payload, digest = memoryview(state)[:-DIGEST_NBYTES], state[-DIGEST_NBYTES:]
     if len(state) < HEAD.size + DIGEST_NBYTES or hashlib.sha256(payload).digest() != digest:
-        raise ContextError(
-            f"the state is damaged: its {size_text(len(state))} do not match its checksum"
-        )
+        fact = f"the state is damaged: its {size_text(len(state))} do not match its checksum"
+        raise ContextError(fact)
     _, version, size = HEAD.unpack(payload[: HEAD.size])
     if version != VERSION:
-        raise ContextError(
-            f"the state has version {version}; this packtrain reads version {VERSION}"
-        )
+        fact = f"the state has version {version}; this packtrain reads version {VERSION}"
+        raise ContextError(fact)
     saved_origin, seqs, counts, scales = _described(bytes(payload[HEAD.size : HEAD.size + size]))
     for name, value in asdict(origin).items():
         if getattr(saved_origin, name) != value:

@@ -130,9 +130,8 @@ class Chain:
             c = samplers.logit_bias(c, self._biases)
             c = c.select(c.logits > -np.inf)
         if not len(c.ids):
-            raise InputError(
-                "no token is left that could come next: see --logit-bias and --grammar"
-            )
+            fact = "no token is left that could come next: see --logit-bias and --grammar"
+            raise InputError(fact)
         if self.sampling.mirostat:
             c = samplers.temperature(c, self.sampling.temp)
             is_version_1 = self.sampling.mirostat == 1

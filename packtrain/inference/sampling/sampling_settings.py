@@ -128,9 +128,8 @@ class Sampling:
         self.order  # noqa: B018
         worst = max(self.biases, default=0)
         if vocab_size is not None and worst >= vocab_size:
-            raise InputError(
-                f"--logit-bias: there is no token {worst}; the vocabulary has {vocab_size:,}"
-            )
+            fact = f"--logit-bias: there is no token {worst}; the vocabulary has {vocab_size:,}"
+            raise InputError(fact)
 
 
 @lru_cache(maxsize=64)
@@ -160,7 +159,6 @@ def parse_bias(text: str) -> tuple[int, float]:
     except ValueError:
         bias = math.nan
     if match is None or not (abs(bias) <= MAX_SETTING or bias == -math.inf):
-        raise InputError(
-            f"--logit-bias is {text!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
-        )
+        fact = f"--logit-bias is {text!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
+        raise InputError(fact)
     return int(match[1]), bias

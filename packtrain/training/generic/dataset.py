@@ -40,9 +40,8 @@ class Dataset:
         if not len(self):
             raise InputError("the dataset is empty")
         if not isinstance(shard, int | np.integer) or shard < 1 or len(self) % shard:
-            raise InputError(
-                f"shard={shard} must be 1 or more and divide {plural(len(self), 'datapoint')}"
-            )
+            fact = f"shard={shard} must be 1 or more and divide {plural(len(self), 'datapoint')}"
+            raise InputError(fact)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))

@@ -133,18 +133,16 @@ def check_dataset(trainer: Trainer, data: Dataset, label: str = "the dataset") -
     inputs, extra_inputs, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
     for name, column in data.columns.items():
         if name not in inputs:
-            raise InputError(
-                f"{label} has {name}, which is no input of the model; it has {', '.join(inputs)}"
-            )
+            fact = f"{label} has {name}, which is no input of the model; it has {', '.join(inputs)}"
+            raise InputError(fact)
         _check_column(name, column, inputs[name], rows)
     _check_labels(trainer, data)
     missing = [name for name in inputs if name not in data.columns and name not in extra_inputs]
     if missing:
         raise InputError(f"{label} has no {missing[0]}, an input of the model")
     if len(data) < rows:
-        raise InputError(
-            f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {label}"
-        )
+        fact = f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {label}"
+        raise InputError(fact)
 
 
 def _check_labels(trainer: Trainer, data: Dataset) -> None:

@@ -46,9 +46,8 @@ class FitRecorder:
             return self
         long_names = [name for name in self.trainer.saved if len(name.encode()) >= NAME_NBYTES]
         if long_names:
-            raise InputError(
-                f"a checkpoint cannot hold {long_names[0]}: more than {NAME_NBYTES - 1} bytes"
-            )
+            fact = f"a checkpoint cannot hold {long_names[0]}: more than {NAME_NBYTES - 1} bytes"
+            raise InputError(fact)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.exit_stack.enter_context(file_lock(self.folder / "lock", f"folder: {self.folder}"))
         path = self.folder / CHECKPOINT

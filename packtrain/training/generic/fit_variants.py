@@ -155,9 +155,8 @@ class FitRequest:
             sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
         bad_sizes = [n for n in sizes if (self.batch or n) % n]
         if bad_sizes:
-            raise InputError(
-                f"batch={self.batch} must be a multiple of the physical batch, {bad_sizes[0]}"
-            )
+            fact = f"batch={self.batch} must be a multiple of the physical batch, {bad_sizes[0]}"
+            raise InputError(fact)
         return sizes
 
     def _built_size(self) -> int:

@@ -201,6 +201,5 @@ def _json_value(value: Any, location: str) -> Any:
         return [_json_value(item, location) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise InputError(
-        f"{location} has a {type(value).__name__}; values are texts, numbers and lists"
-    )
+    fact = f"{location} has a {type(value).__name__}; values are texts, numbers and lists"
+    raise InputError(fact)

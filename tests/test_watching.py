@@ -22,10 +22,10 @@ from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.training.monitoring import RunMonitor, metrics_file
-from packtrain.training.monitoring.history import RunHistory
-from packtrain.training.monitoring.metric_series import (
+from packtrain.training.monitoring.history import (
     MAX_ROWS,
     MetricSeries,
+    RunHistory,
     last,
     maximum,
     mean,

@@ -31,9 +31,8 @@ def read_expert_fields(keys: MetadataReader) -> dict[str, Any]:
         raise keys.wrong("expert_count", count, f"at most {MAX_EXPERTS}")
     used = keys.size("expert_used_count")
     if used > count:
-        raise keys.wrong(
-            "expert_used_count", used, f"{keys.architecture.name}.expert_count {count} at most"
-        )
+        expected = f"{keys.architecture.name}.expert_count {count} at most"
+        raise keys.wrong("expert_used_count", used, expected)
     width = None
     if EXPERT_WIDTH in key_defaults:
         width = keys.size(EXPERT_WIDTH, feed_forward_length(keys) // used)
@@ -70,9 +69,8 @@ def _routing_fields(keys: MetadataReader) -> dict[str, Any]:
     if num_groups > 1 and (
         keys.size("expert_count") % num_groups or keys.size("expert_count") < 2 * num_groups
     ):
-        raise keys.wrong(
-            GROUPS[0], num_groups, "a divisor of expert_count, with two experts or more in a group"
-        )
+        expected = "a divisor of expert_count, with two experts or more in a group"
+        raise keys.wrong(GROUPS[0], num_groups, expected)
     if num_groups > 1 and not 0 < used <= num_groups:
         raise keys.wrong(GROUPS[1], used, f"from 1 to {GROUPS[0]} {num_groups}")
     experts_per_group = keys.size("expert_count") // max(num_groups, 1)

@@ -70,9 +70,8 @@ def _read_scan(keys: MetadataReader) -> dict[str, Any]:
     if inner % heads:
         raise keys.wrong(SCAN[2], heads, f"a divisor of {keys.architecture.name}.{SCAN[0]} {inner}")
     if heads % num_groups:
-        raise keys.wrong(
-            SCAN[3], num_groups, f"a divisor of {keys.architecture.name}.{SCAN[2]} {heads}"
-        )
+        expected = f"a divisor of {keys.architecture.name}.{SCAN[2]} {heads}"
+        raise keys.wrong(SCAN[3], num_groups, expected)
     if keys.architecture.delta and inner != heads * state_width:
         raise keys.wrong(SCAN[0], inner, f"{SCAN[2]} {heads} * {SCAN[1]} {state_width}")
     return {"scan": Scan(inner, state_width, heads, num_groups, _read_taps(keys, SCAN[4]))}

@@ -276,9 +276,8 @@ def _load_questions(settings: CompareSettings) -> list[Question]:
 def _make_questions(data_record: Conversation | AnswerPair | PlainText) -> list[Question]:
     """Return the last turn of a record; of a conversation with tools all turns of the assistant."""
     if isinstance(data_record, PlainText):
-        raise InputError(
-            f"{data_record.location} is a text", "only conversations have answers to compare"
-        )
+        advice = "only conversations have answers to compare"
+        raise InputError(f"{data_record.location} is a text", advice)
     is_pair = isinstance(data_record, AnswerPair)
     conversation = data_record.chosen if isinstance(data_record, AnswerPair) else data_record
     messages, tools = conversation.messages, conversation.tools

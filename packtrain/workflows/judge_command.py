@@ -57,7 +57,6 @@ def _score(name: str, number: int, line: str) -> float:
     except ValueError:
         score = math.nan
     if not math.isfinite(score):
-        raise InputError(
-            f"{name}: line {number} of its output is {line!r}", "a score is a number, true or false"
-        )
+        advice = "a score is a number, true or false"
+        raise InputError(f"{name}: line {number} of its output is {line!r}", advice)
     return score

@@ -76,9 +76,8 @@ def check(field_values: Mapping[str, Any], location: str, field_table: FieldTabl
         text = str(field_values[name]).strip().lower()
         if text in (refused_values or {text}) and text not in (*EMPTY_VALUES, *harmless_values):
             fact = f"{location}: {name} is {shortlist([str(field_values[name])])}"
-            raise InputError(
-                fact, f"in data of {tools} it {meaning}; remove it if it means something else"
-            )
+            advice = f"in data of {tools} it {meaning}; remove it if it means something else"
+            raise InputError(fact, advice)
 
 
 def weight_of(turn: Mapping[str, Any], role: str, at: str) -> dict[str, int]:

@@ -79,9 +79,8 @@ def make_conversation(location: str, messages: list[Message], tools: Any) -> Con
     if not turns:
         raise InputError(f"{location} has no answer of the assistant to train on")
     if turns[0]["role"] != "user":
-        raise InputError(
-            f"{location}: the first to speak is {turns[0]['role']}", "it must be the user"
-        )
+        advice = "it must be the user"
+        raise InputError(f"{location}: the first to speak is {turns[0]['role']}", advice)
     _check_trained(location, turns)
     dropped_opening = len(turns) < len(messages) - num_system
     messages = messages[:num_system] + turns
@@ -120,9 +119,8 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
     raw_role = turn.get("role", turn.get("from"))
     role = ROLES.get(raw_role.lower()) if isinstance(raw_role, str) else None
     if role is None:
-        raise InputError(
-            f"{at}: role is {raw_role!r}", "it must be system, user, assistant or tool"
-        )
+        advice = "it must be system, user, assistant or tool"
+        raise InputError(f"{at}: role is {raw_role!r}", advice)
     check(turn, at, MESSAGE if allow_empty else TURN)
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
@@ -165,9 +163,8 @@ def _content(content: Any, at: str) -> str:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
                 kind = repr(part.get("type")) if isinstance(part, dict) else "no object"
-                raise InputError(
-                    f"{at}: content has a part that is not text: {kind}", "only text is supported"
-                )
+                advice = "only text is supported"
+                raise InputError(f"{at}: content has a part that is not text: {kind}", advice)
             check(part, at, PART)
         content = "".join(sound(part.get("text"), f"{at}: text", RECORD_ADVICE) for part in content)
     return sound(content, f"{at}: content", RECORD_ADVICE)

@@ -69,9 +69,8 @@ class ReadingReport:
         if renaming_text := renaming(self.column_names, self.fields):
             messages.append(f"{name}: columns: {renaming_text}")
         if self.num_line_ends:
-            messages.append(
-                f"{name}: {self.num_line_ends:,} line ends changed from \\r\\n or \\r to \\n"
-            )
+            message = f"{name}: {self.num_line_ends:,} line ends changed from \\r\\n or \\r to \\n"
+            messages.append(message)
         if self.num_bad:
             limit_note = f"; the first {MAX_REASONS}" if self.num_bad > MAX_REASONS else ""
             messages.append(f"{name}: {plural(self.num_bad, 'bad record')} skipped{limit_note}:")
@@ -86,9 +85,8 @@ class ReadingReport:
         if not self.has_fields:
             self.column_names, lower_names = [*value], {name.strip().lower() for name in value}
             if self.requested_fields and lower_names.isdisjoint(self.requested_fields):
-                raise InputError(
-                    f"--columns: {location} has none of them", f"there are {shortlist(value)}"
-                )
+                advice = f"there are {shortlist(value)}"
+                raise InputError(f"--columns: {location} has none of them", advice)
             self.fields = fields_of(lower_names, self.requested_fields)
             self.has_fields = bool(lower_names & {*self.fields, *FIELDS})
         record: dict[str, Any] = {}

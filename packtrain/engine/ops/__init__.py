@@ -2,7 +2,6 @@
 
 from packtrain.engine.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_back
 from packtrain.engine.ops.attention import attention, attention_back, attention_cells
-from packtrain.engine.ops.cast import add_cast, cast
 from packtrain.engine.ops.choosing import argmax, argsort, candidates, count_equal, draw
 from packtrain.engine.ops.composed import (
     alibi, alibi_slopes, attention_to_all, group_norm, l2_norm, mean, mean_squared_error, soft_max_sinks, upscale,
@@ -11,7 +10,7 @@ from packtrain.engine.ops.convolution import conv_1d, conv_2d, conv_2d_back, con
 from packtrain.engine.ops.delta import delta_rule, delta_rule_back, delta_rule_cells
 from packtrain.engine.ops.diagonal import diag, diag_mask_inf, diag_mask_zero, diagonal
 from packtrain.engine.ops.elementwise import (
-    add, div, exp, log, mul, neg, relu, scale, sigmoid, silu, silu_back, sqr, sqrt, step, sub, tanh,
+    add, add_cast, cast, div, exp, log, mul, neg, relu, scale, sigmoid, silu, silu_back, sqr, sqrt, step, sub, tanh,
 )  # fmt: skip
 from packtrain.engine.ops.experts import (
     matmul_id, matmul_id_back, out_prod_id, weighted_rows, weighted_rows_back,

@@ -54,9 +54,8 @@ def conv_2d(
     y  (N, O, OH, OW)  f32, OH = (H + 2 padding - dilation (KH - 1) - 1) // stride + 1
     """
     fits = w.dtype == f32 and len(w.shape) == 4 and x.shape[1:2] == w.shape[1:2]
-    require(
-        fits, f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, H, W] and f32[O, C, KH, KW]"
-    )
+    fact = f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, H, W] and f32[O, C, KH, KW]"
+    require(fits, fact)
     out_shape = check(x.spec, w.shape[2:], stride, padding, dilation)
     return Spec((x.shape[0], w.shape[0], *out_shape))
 

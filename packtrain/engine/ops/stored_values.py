@@ -17,8 +17,7 @@ from packtrain.dtypes import RECODABLE, dtype_of, f32
 from packtrain.dtypes.recode import CODE_BIT_NUMBERS, CODE_VALUES, UNIT_CODE
 from packtrain.engine.ops import costs
 from packtrain.engine.ops.arrays import check_precision, packed
-from packtrain.engine.ops.cast import rereads_bf16_weight
-from packtrain.engine.ops.elementwise import scale
+from packtrain.engine.ops.elementwise import rereads_bf16_weight, scale
 from packtrain.engine.ops.matmul import matmul, matmul_back, out_prod
 from packtrain.engine.ops.shape import transpose
 from packtrain.engine.ops.torch_kernels import CHUNK, BlockArray, blocks, chunk_bounds, torch
@@ -56,15 +55,13 @@ def stored_sum(
     first   index of w's first row in a larger matrix, of which w has some rows
     dither  each code is first moved by a fixed part of a step, up to this to either side
     """
-    require(
-        w.dtype in RECODABLE and len(w.shape) == 2, f"w is {w.spec}; it must be a matrix in blocks"
-    )
+    fact = f"w is {w.spec}; it must be a matrix in blocks"
+    require(w.dtype in RECODABLE and len(w.shape) == 2, fact)
     require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
     (n, k), rank = w.shape, a.shape[0]
     fits = a.shape == (rank, k) and b.shape == (n, rank)
-    require(
-        fits, f"a is {a.spec} and b is {b.spec}; for w {w.spec} they must be [R, {k}] and [{n}, R]"
-    )
+    fact = f"a is {a.spec} and b is {b.spec}; for w {w.spec} they must be [R, {k}] and [{n}, R]"
+    require(fits, fact)
     return Spec(w.shape, w.dtype)
 
 
@@ -204,9 +201,8 @@ def matmul_stored(
     """
     check_precision(precision)
     require(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    require(
-        w.dtype in RECODABLE and len(w.shape) == 2, f"w is {w.spec}; it must be a matrix in blocks"
-    )
+    fact = f"w is {w.spec}; it must be a matrix in blocks"
+    require(w.dtype in RECODABLE and len(w.shape) == 2, fact)
     require(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal that of w {w.spec}")
     rank = (*a.shape, 0)[0]
     is_valid = a.shape == (rank, w.shape[1]) and b.shape == (w.shape[0], rank)

@@ -95,9 +95,8 @@ def parse_schema(text: str) -> Any:
         raise InputError("JSON schema: it must be an object, like {}")
     loosened(schema, unsupported := list[str]())
     if unsupported:
-        raise InputError(
-            f"JSON schema: {unsupported[0]} is not supported", "no grammar can hold to it"
-        )
+        advice = "no grammar can hold to it"
+        raise InputError(f"JSON schema: {unsupported[0]} is not supported", advice)
     return schema
 
 

@@ -78,9 +78,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     if hf_config.scaling() == "yarn":
         multiplier = hf_config.number("rope_scaling.mscale_all_dim", settings.get("mscale_all_dim"))
         if settings.get("mscale") != multiplier:
-            raise hf_config.wrong(
-                "rope_scaling.mscale", settings.get("mscale"), f"mscale_all_dim {multiplier}"
-            )
+            expected = f"mscale_all_dim {multiplier}"
+            raise hf_config.wrong("rope_scaling.mscale", settings.get("mscale"), expected)
         metadata[LOG_MULTIPLIER] = MULTIPLIER_FACTOR * multiplier
     return metadata
 

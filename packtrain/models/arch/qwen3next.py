@@ -50,9 +50,8 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     width = hf_config.size("linear_key_head_dim", 128)
     hf_config.require_one_of("linear_value_head_dim", 128, width)
     if num_heads % groups:
-        raise hf_config.wrong(
-            "linear_num_value_heads", num_heads, f"a multiple of linear_num_key_heads {groups}"
-        )
+        expected = f"a multiple of linear_num_key_heads {groups}"
+        raise hf_config.wrong("linear_num_value_heads", num_heads, expected)
     taps = hf_config.size("linear_conv_kernel_dim", 4)
     attending = tuple(layer_type == FULL for layer_type in kinds)
     return {"attending": attending, "scan": Scan(num_heads * width, width, num_heads, groups, taps)}

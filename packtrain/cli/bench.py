@@ -97,7 +97,12 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
             print(f"\n{table.text()}", flush=True)
             tables.append(table)
     wait_share = max([quiet.waited_share, *(table.waited_share for table in tables)])
-    verdict = load_verdict(wait_share)
+    verdict = "The machine was quiet."
+    if wait_share >= MAX_WAIT_SHARE:
+        wait_text = f"threads waited for the processor for {wait_share:.2f} s of each second"
+        verdict = (
+            f"The machine was busy ({wait_text}): only ratios mean something, and those little."
+        )
     print(f"\n{verdict}")
     if settings.json:
         report_data = {**about, "waited": wait_share, "quiet": wait_share < MAX_WAIT_SHARE}
@@ -108,14 +113,6 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
         page_parts = [*opening, *(table.markdown() for table in tables)]
         write_text(settings.markdown, "\n".join(page_parts))
     return DONE
-
-
-def load_verdict(wait_share: float) -> str:
-    """Say in a sentence whether the machine was quiet enough to measure."""
-    if wait_share < MAX_WAIT_SHARE:
-        return "The machine was quiet."
-    wait_text = f"threads waited for the processor for {wait_share:.2f} s of each second"
-    return f"The machine was busy ({wait_text}): only ratios mean something, and those little."
 
 
 def measured_tables(

@@ -97,7 +97,14 @@ def run_checks(
     settings: CheckSettings, check: Callable[..., Iterator[CheckResult]]
 ) -> tuple[list[CheckResult], float]:
     """Run `check`, which is called as check_op is, for the requested ops; returns its results and the seconds."""
-    op_names = _selected_ops(settings)
+    op_names = checkable_names()
+    for name in settings.ops:
+        if name not in op_names:
+            suggestion = did_you_mean(name, op_names) or f"; there are {', '.join(op_names)}"
+            raise InputError(f"OPS: there is no op {name}{suggestion}")
+    check_rules(settings)
+    check_writable(settings.json, "--json")
+    op_names = list(dict.fromkeys(settings.ops)) or op_names  # all if none is named
     backends = [target(device).backends[0] for device in settings.device]
     start_time, op_results = time.perf_counter(), list[CheckResult]()
     with WorkCounter(sys.stderr, "checking", "op") as counter:
@@ -120,14 +127,3 @@ def report(settings: CheckSettings, op_results: Sequence[CheckResult], seconds: 
     for result in failed_results:
         print_message(str(result) if result.case == NO_KERNEL else f"beyond tolerance: {result}")
     return FAILED if failed_results else DONE
-
-
-def _selected_ops(settings: CheckSettings) -> list[str]:
-    op_names = checkable_names()
-    for name in settings.ops:
-        if name not in op_names:
-            suggestion = did_you_mean(name, op_names) or f"; there are {', '.join(op_names)}"
-            raise InputError(f"OPS: there is no op {name}{suggestion}")
-    check_rules(settings)
-    check_writable(settings.json, "--json")
-    return list(dict.fromkeys(settings.ops)) or op_names

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from packtrain.common.errors import printable
 from packtrain.common.options import option, positional
 from packtrain.common.text import plural
 from packtrain.data.tokenizer import KEYS, NO_ID
-from packtrain.gguf import GGUF, MetadataValue, TensorInfo
+from packtrain.gguf import GGUF, MetadataValue
 
 MAX_ITEMS, MAX_CHARS = 8, 100  # array values, and characters of a text, that are shown
 TOKENS_KEY, ID_SUFFIX = f"{KEYS}tokens", "_token_id"
@@ -46,12 +46,18 @@ def describe(gguf: GGUF) -> dict[str, Any]:
     """Describe a file as plain data, which --json prints."""
     entries = gguf.entries.values()
     template_keys = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
+    stats_by_type: dict[str, dict[str, int]] = {}
+    for e in entries:
+        stats = stats_by_type.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
+        stats["tensors"] += 1
+        stats["bytes"] += e.nbytes
+    largest_first = sorted(stats_by_type.items(), key=lambda item: -item[1]["bytes"])
     return {
         "file": str(gguf.path), "parts": len(gguf.paths), "file_bytes": gguf.nbytes,
         "architecture": _display_value(
             gguf.values.get("general.architecture", MetadataValue("string", "unknown"))
         ),
-        "parameters": sum(math.prod(e.shape) for e in entries), "types": _type_stats(entries),
+        "parameters": sum(math.prod(e.shape) for e in entries), "types": dict(largest_first),
         "vocabulary": _vocabulary_info(gguf),
         # a template without a name is `default`
         "chat_templates": [key[1:] or "default" for key in template_keys if not key or key[0] == "."],
@@ -87,16 +93,6 @@ def description_lines(description: dict[str, Any]) -> Iterator[str]:
     for tensor in description.get("tensors", ()):
         shape = str(tensor["shape"])
         yield f"{tensor['name']:32} {shape:>16} {tensor['type']:>6} {tensor['bytes']:>14,} bytes"
-
-
-def _type_stats(entries: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
-    """Count tensors and bytes of each element type, the largest first."""
-    stats_by_type: dict[str, dict[str, int]] = {}
-    for e in entries:
-        stats = stats_by_type.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
-        stats["tensors"] += 1
-        stats["bytes"] += e.nbytes
-    return dict(sorted(stats_by_type.items(), key=lambda item: -item[1]["bytes"]))
 
 
 def _vocabulary_info(gguf: GGUF) -> dict[str, Any]:

@@ -334,12 +334,6 @@ class _CommandParser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
 
 
-def _add_common_options(parser: argparse.ArgumentParser) -> None:
-    options: dict[str, Any] = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
-    parser.add_argument("--help-all", action=_HelpAllAction, **options, help="show every option")
-    parser.add_argument("--debug", action="store_true", help="show where an error was raised")
-
-
 def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """Build the parser of the `selected` commands; of others it knows only names and summaries."""
     parser = _CommandParser(
@@ -366,7 +360,12 @@ def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentPars
         settings_class = settings_class_of(name)
         subparser.set_defaults(command=name, parser=subparser)
         subparser.common = getattr(settings_class, "COMMON", "").split()
-        _add_common_options(subparser)
+        options: dict[str, Any] = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
+        help_all = "show every option"
+        subparser.add_argument("--help-all", action=_HelpAllAction, **options, help=help_all)
+        subparser.add_argument(
+            "--debug", action="store_true", help="show where an error was raised"
+        )
         subparser.groups = add_flags(subparser, settings_class)
         subparser.usage = " ".join([subparser.prog, "[options]", *positionals(settings_class)])
     return parser

@@ -311,17 +311,6 @@ def template_variables(body: JsonBody) -> dict[str, Any]:
     )
 
 
-def has_answer_start(body: JsonBody, has_partial_answer: bool) -> bool:
-    """Return whether the prompt separators with an answer's beginning; `continue_final_message` asks for it, too."""
-    has_start = body.get_flag("add_generation_prompt", True)
-    if body.get_flag("continue_final_message"):
-        if body.has("add_generation_prompt") and has_start:
-            raise InputError("add_generation_prompt and continue_final_message exclude each other")
-        if not has_partial_answer:
-            raise InputError("continue_final_message: the last message is not the assistant's")
-    return has_start or has_partial_answer
-
-
 def prompt_text(
     server: Server, body: JsonBody, conversation: Conversation, tools: RequestTools | None = None
 ) -> str:
@@ -337,6 +326,13 @@ def prompt_text(
         prompt = replace(prompt, tools=None)
     elif not server.takes_tools:
         prompt = with_tools_prompt(prompt, server.style)
-    has_start = has_answer_start(body, partial_answer is not None)
+    has_partial_answer = partial_answer is not None
+    has_start = body.get_flag("add_generation_prompt", True)
+    if body.get_flag("continue_final_message"):
+        if body.has("add_generation_prompt") and has_start:
+            raise InputError("add_generation_prompt and continue_final_message exclude each other")
+        if not has_partial_answer:
+            raise InputError("continue_final_message: the last message is not the assistant's")
+    has_start = has_start or has_partial_answer
     rendered_text = server.render_prompt(prompt, template_variables(body), has_start)
     return rendered_text + (partial_answer["content"] if partial_answer else "")

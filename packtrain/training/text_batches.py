@@ -63,7 +63,14 @@ class TextBatches(IndexedBatches):
     def _shuffled_positions(self, token_start: int, count: int, keys: RoundKeys) -> np.ndarray:
         """Return the positions in the file of `count` tokens of the epoch's stream, a ring, from `token_start` on."""
         if keys != self._ordered_keys:
-            self._find_blocks(keys)
+            # the place in the epoch's stream at which each block of documents begins
+            place = 0
+            for first in range(0, len(self.tokens.starts), CHUNK):
+                _, lengths = self._shuffled_documents(first, CHUNK, keys)
+                block_lengths = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
+                block_ends, at = place + np.cumsum(block_lengths), first // BLOCK
+                self._block_starts[at : at + len(block_ends)] = block_ends - block_lengths
+                place = int(block_ends[-1])
             self._ordered_keys = keys
         num_blocks, token_start = len(self._block_starts), token_start % self.size
         block = int(np.searchsorted(self._block_starts, token_start, side="right")) - 1
@@ -76,16 +83,6 @@ class TextBatches(IndexedBatches):
         place_ends = np.cumsum(lengths)
         document = np.searchsorted(place_ends, places, side="right")
         return np.asarray(starts[document] + places - (place_ends - lengths)[document])
-
-    def _find_blocks(self, keys: RoundKeys) -> None:
-        """Find the place in the epoch's stream at which each block of documents begins."""
-        place = 0
-        for first in range(0, len(self.tokens.starts), CHUNK):
-            _, lengths = self._shuffled_documents(first, CHUNK, keys)
-            block_lengths = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
-            block_ends, at = place + np.cumsum(block_lengths), first // BLOCK
-            self._block_starts[at : at + len(block_ends)] = block_ends - block_lengths
-            place = int(block_ends[-1])
 
     def _shuffled_documents(
         self, first: int, count: int, keys: RoundKeys

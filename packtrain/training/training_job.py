@@ -267,20 +267,6 @@ def shape_of(
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, report, None)
     optimizer = OPTIMIZERS[settings.optimizer]
-    num_ranks, rank_rows = _rows_per_rank(settings, rows)
-    max_norm, max_value = settings.max_grad_norm or None, settings.max_grad_value or None
-    if optimizer.first_length is not None:
-        max_norm = max_value = None
-    micro_rows = math.gcd(rows, rank_rows)
-    return StepShape(
-        *(config, micro_rows, time, rank_rows // micro_rows, max_norm, has_eval), num_evaluations=optimizer.evaluations,
-        world_size=num_ranks, moment_share=_moment_share(settings, optimizer, base),
-        scatters_gradients=settings.zero > 1, base=base, max_value=max_value,
-    )  # fmt: skip
-
-
-def _rows_per_rank(settings: RunSettings, rows: int) -> tuple[int, int]:
-    """Return the number of ranks, and the rows of a step per rank. Raises InputError."""
     num_ranks, total_rows = current_world().world_size, rows * settings.grad_accumulation_steps
     if num_ranks > 1:
         check_device(settings.device, settings.gpu_layers is not None)
@@ -291,7 +277,16 @@ def _rows_per_rank(settings: RunSettings, rows: int) -> tuple[int, int]:
         )
     if len(settings.target.every) > 1 and OPTIMIZERS[settings.optimizer].first_length is not None:
         raise InputError(f"--optimizer {settings.optimizer} works on one device")
-    return num_ranks, total_rows // num_ranks
+    rank_rows = total_rows // num_ranks
+    max_norm, max_value = settings.max_grad_norm or None, settings.max_grad_value or None
+    if optimizer.first_length is not None:
+        max_norm = max_value = None
+    micro_rows = math.gcd(rows, rank_rows)
+    return StepShape(
+        *(config, micro_rows, time, rank_rows // micro_rows, max_norm, has_eval), num_evaluations=optimizer.evaluations,
+        world_size=num_ranks, moment_share=_moment_share(settings, optimizer, base),
+        scatters_gradients=settings.zero > 1, base=base, max_value=max_value,
+    )  # fmt: skip
 
 
 def _moment_share(

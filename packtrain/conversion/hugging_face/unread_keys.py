@@ -60,10 +60,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _is_ignored(key: str) -> bool:
-    return key in IGNORED_KEYS or key.endswith(IGNORED_ENDS) or key.startswith(IGNORED_PREFIXES)
-
-
 def check_unread(hf_config: HFConfig, has_windows: bool) -> int:
     """Raise InputError for a key that may change the computation and that the conversion has not read.
 
@@ -74,7 +70,9 @@ def check_unread(hf_config: HFConfig, has_windows: bool) -> int:
     for key, value in hf_config.unread_values():
         is_rope_key = key.startswith(tuple(f"{rope}." for rope in ROPE_KEYS))
         name = key.rsplit(".", 1)[-1] if is_rope_key else key
-        if value is None or (name in IGNORED_ROPE_KEYS if is_rope_key else _is_ignored(key)):
+        is_ignored = key.endswith(IGNORED_ENDS) or key.startswith(IGNORED_PREFIXES)
+        is_ignored = name in IGNORED_ROPE_KEYS if is_rope_key else is_ignored or key in IGNORED_KEYS
+        if value is None or is_ignored:
             continue
         if name == "layer_types" and isinstance(value, list):
             if {*map(str, value)} - {FULL, SLIDING if max_context else FULL}:

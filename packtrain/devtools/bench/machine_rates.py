@@ -80,16 +80,6 @@ def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
     )  # fmt: skip
 
 
-def processor_name() -> str:
-    """Return the processor's name, as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def package_version(name: str) -> str | None:
     """Return the version of an installed package; None: it is not installed."""
     try:
@@ -105,8 +95,14 @@ def describe_machine() -> dict[str, Any]:
     features = [ours for theirs, ours in FEATURES.items() if environment.has_cpu_feature(theirs)]
     versions = {"packtrain": __version__, "python": platform.python_version()}
     versions |= {name: text for name in PACKAGES if (text := package_version(name))}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor_name = names[0] if names else platform.processor() or platform.machine()
     return {
-        "cpu": processor_name(), "features": features, "forced": forced, "cores": environment.allowed_cpus(),
+        "cpu": processor_name, "features": features, "forced": forced, "cores": environment.allowed_cpus(),
         "threads": kernels.threads(), "versions": versions,
     }  # fmt: skip
 

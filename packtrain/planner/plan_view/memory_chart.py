@@ -31,12 +31,17 @@ def chart_svg(
     """Return the SVG text with at most `rectangles` rectangles, the largest ones. See SceneOptions for the others."""
     scene = scenes.make_scene(plan, **about)
     frame = ChartFrame(scene.last, scene.max_nbytes)
+    # the legend's row of lines and their sizes, below the categories
+    line_legend, x = list[str](), 24
+    for line_kind, line_text in scene.legend_lines:
+        line_legend += [_line(x, x + 28, 111, line_kind), label(x + 35, 115, line_text, "start")]
+        x += 56 + 7 * len(line_text)
     elements = [
         label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
         label(24, 54, scene.summary, "start"),
         label(24, 74, scenes.READING_HINT, "start"),
         _legend(scene),
-        _line_legend(scene),
+        "".join(line_legend),
         *_axes(frame),
         *_rectangle_paths(scene, frame, rectangles),
         *_live_paths(scene, frame),
@@ -154,15 +159,6 @@ def _legend(scene: PlanScene) -> str:
         elements.append(f'<rect x="{x}" y="87" width="11" height="11" {_fill(category)}/>')
         elements.append(label(x + 17, 97, category, "start"))
         x += 34 + 7 * len(category)
-    return "".join(elements)
-
-
-def _line_legend(scene: PlanScene) -> str:
-    """Return the legend's row of lines and their sizes, below the categories."""
-    elements, x = [], 24
-    for line_kind, line_text in scene.legend_lines:
-        elements += [_line(x, x + 28, 111, line_kind), label(x + 35, 115, line_text, "start")]
-        x += 56 + 7 * len(line_text)
     return "".join(elements)
 
 

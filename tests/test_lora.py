@@ -21,10 +21,12 @@ FUSED = replace(CONFIG, architecture="phi3")
 EXPERTS = replace(CONFIG, expert_count=4, expert_used_count=2)
 
 
-def of_additions(config: transformer.Config, types=transformer.NO_TYPES) -> Graph:
+def of_additions(
+    config: transformer.Config, types=transformer.NO_TYPES, rows: int = ROWS, num_parts: int = 1
+) -> Graph:
     """`loss` and the gradient of every addition."""
     leaves = transformer.weights(config, types)
-    loss_graph = transformer.loss(config, leaves, ROWS, TIME, chunk=16)
+    loss_graph = transformer.loss(config, leaves, rows, TIME, chunk=16, num_parts=num_parts)
     trained = [leaf for name, leaf in leaves.items() if name.endswith((A, B))]
     gradients = differentiate(loss_graph.loss, trained, loss_graph.block_outputs)
     return Graph({"loss": loss_graph.loss, **{f"d/{w.name}": d for w, d in gradients.items()}})
@@ -74,11 +76,35 @@ def test_dropout_is_drawn_from_seed_and_step_alone(base):
     )
 
     def run_step(seed: int, step: int):
-        return run(inputs | {KEY: np.array([seed, step], np.int64)})
+        return run(inputs | {KEY: np.array([[seed, step, 0]])})
 
     reference = run_step(3, 1)
     assert same_bits(run_step(3, 1), reference)
     assert run_step(3, 2)["loss"] != reference["loss"] != run_step(4, 1)["loss"]
+
+
+@pytest.mark.parametrize("base", [CONFIG, FUSED], ids=["llama", "phi3"])
+def test_dropout_drops_the_same_however_a_step_is_split(base):
+    """Into micro-batches one after the other, or into parts that go through each block in turn."""
+    config, rows = replace(base, lora=replace(LORA, dropout=0.5)), 4
+    weights, inputs = seeded_weights(config), seeded_batch(base, rows, TIME)
+    split_keys = np.array([[3, 1, index] for index in range(rows)])
+
+    def run_graph(batch: dict[str, np.ndarray], keys: np.ndarray) -> dict[str, np.ndarray]:
+        graph = of_additions(config, rows=len(batch["tokens"]), num_parts=len(keys))
+        return bind_graph(graph, weights)(batch | {KEY: keys})
+
+    unsplit = run_graph(inputs, split_keys[:1])
+    in_parts = run_graph(inputs, split_keys)
+    one_by_one = [
+        run_graph({name: value[i : i + 1] for name, value in inputs.items()}, split_keys[i : i + 1])
+        for i in range(rows)
+    ]
+    for name, value in unsplit.items():
+        assert_close(in_parts[name], value, name)
+        assert_close(np.sum([result[name] for result in one_by_one], axis=0), value, name)
+    alike = run_graph(inputs, split_keys[:1].repeat(rows, axis=0))
+    assert abs(alike["loss"] - unsplit["loss"]) > 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_K"])

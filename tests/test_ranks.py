@@ -232,7 +232,6 @@ def test_as_many_ranks_as_micro_batches_have_the_bits_of_one_process(folder):
 def test_an_adapter_is_tuned_by_two_ranks_as_by_one(folder):
     prepare_base(folder)
     flags = RUN_KINDS["finetune"].flags(folder)
-    flags[flags.index("0.1")] = "0"  # dropout: its mask is drawn for each micro-batch
     flags[flags.index("--batch-size") + 1] = "4"
     # at this rate the losses stay far from 0, near which f32 has no five digits of them
     args = ["--iters", "200", "--steps-per-eval", "50", "--lr", "1e-5", *COMMON_FLAGS]

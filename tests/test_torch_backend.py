@@ -133,7 +133,7 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
     n = (1 << 20) + 77
     x = pt.input("x", (n,))
     for seed in (0, -5, 1 << 62):
-        key = pt.constant("key", np.array([seed, 9]), pt.i64)
+        key = pt.constant("key", np.array([seed, 9, 5]), pt.i64)
         graph = pt.Graph({"y": ops.dropout(x, key, p=0.3, stream=0xDEADBEEF)})
         inputs = {"x": np.ones(n, np.float32)}
         checks.assert_same_bits(

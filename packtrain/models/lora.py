@@ -14,7 +14,7 @@ A, B = SUFFIXES = (".lora_a", ".lora_b")
 # an embedding that is also the head has no adapter: PEFT means one of its two uses, llama.cpp stops, and the chunked
 # head reads one matrix, so that adding to it would need a copy
 EMBEDDING = "token_embd.weight"
-KEY = "dropout"  # input that seeds dropout: seed and step
+KEY = "dropout"  # input that seeds dropout, of each part of the batch: seed, step, number of the micro-batch
 
 
 @dataclass(frozen=True, slots=True)

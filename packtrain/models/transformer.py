@@ -305,7 +305,7 @@ def loss(
     """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the same
-    `seq`: several samples can share a row. Dropout adds an input `dropout` (2,) i64: a seed and the step's number.
+    `seq`: several samples can share a row. Dropout adds an input `dropout` (num_parts, 3) i64, see lora.KEY.
 
     num_parts  each block processes the batch in this many parts: it then needs memory for one part, and its weights'
                gradients are complete before those of the block below begin. The last part goes first, so that
@@ -316,7 +316,7 @@ def loss(
     """
     shape, counted = (batch_size, time), (batch_size, time - skipped)
     if config.lora is not None and config.lora.dropout:
-        w = {**w, KEY: input(KEY, (2,), i64)}
+        w = {**w, KEY: input(KEY, (num_parts, 3), i64)}
     tokens, targets = input("tokens", shape, i32), input("targets", counted, i32)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
     batch = tokens, pos, seq
@@ -351,10 +351,13 @@ def residual_stream_in_parts(
         start, parts = part_index * rows_per_part, batch
         if num_parts > 1:
             parts = tuple(ops.narrow(x, axis=0, start=start, length=rows_per_part) for x in batch)
-        tokens, pos, seq = parts
+        part_weights, (tokens, pos, seq) = w, parts
+        if KEY in w:
+            key = ops.narrow(w[KEY], axis=0, start=part_index, length=1)
+            part_weights = {**w, KEY: ops.reshape(key, shape=(3,))}
         mixer = batch_mixer(config, pos, seq)
         if num_row_tiles > 1:
             mixer = replace(mixer, compute=TiledBlocks(mixed, pos, seq, num_row_tiles).compute)
-        return residual_stream(config, w, tokens, pos, mixer, num_tokens)
+        return residual_stream(config, part_weights, tokens, pos, mixer, num_tokens)
 
     return zip(*(part_stream(part_index) for part_index in reversed(range(num_parts))), strict=True)

@@ -1,4 +1,4 @@
-"""Variants of a training step: the same result but for the order of additions, and what dropout draws in other rows."""
+"""Variants of a training step: equal but for the order of additions, and what experts drop in other micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import replace

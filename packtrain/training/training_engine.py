@@ -252,15 +252,16 @@ class TrainingEngine(StepEngine):
             shares = [
                 {**b, **with_targets(b), "weights": b["weights"] / token_count} for b in batches
             ]
-        if self.plans.shape.layered:
-            shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
-            world = current_world()
-            first_number = ((step_number - 1) * world.world_size + world.rank) * len(shares)
-            numbers = range(first_number, first_number + len(shares))
-            keys = (np.array([self.seed, n], np.int64) for n in numbers)
+            first_index = current_world().rank * len(shares)
+            keys = [
+                np.array([[self.seed, step_number - 1, first_index + i]])
+                for i in range(len(shares))
+            ]
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
+        if self.plans.shape.layered:
+            shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         return [*shares]
 
     def evaluate(self, batches: Iterable[Batch], eog_ids: Sequence[int] = ()) -> ValidationResult:

@@ -127,12 +127,13 @@ _declare_gated_back(geglu, geglu_back, True, _gelu_terms, _gelu_torch, _gelu_bac
 def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
     """Zero elements with probability p and scale the rest by 1 / (1 - p).
 
-    Element i is kept iff uniform(seed, step, stream, i) >= p: independent of recomputation and threads.
+    Element i is kept iff uniform(seed, step, stream, i) >= p: independent of recomputation and threads. Micro-batch m
+    takes the numbers that follow those of m - 1: a step drops the same however it is split.
 
-        x    (...)  f32
-        key  (2,)   i64   seed and step
+        x    (...)         f32
+        key  (2,) or (3,)  i64   seed, step, and the number of the micro-batch in the step (0 without)
     """
-    Spec((2,), i64).require(key=key)
+    Spec((3 if key.shape == (3,) else 2,), i64).require(key=key)
     require(0 <= p < 1, f"p is {p}; it must be at least 0 and below 1")
     return Spec(x.shape).require(x=x)
 
@@ -140,22 +141,32 @@ def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
 dropout.vjp(lambda dy, y, x, key, *, p, stream: (dropout(dy, key, p=p, stream=stream), None))
 
 
+def _first_element(key, size: int) -> int:
+    """Return the number of the first of a micro-batch's elements in its step: even, as pairs share 64 random bits."""
+    return int(key[2]) * (size + size % 2) if len(key) == 3 else 0
+
+
 @dropout.kernel("numpy")
 def dropout_numpy(y, x, key, *, p, stream):
-    uniform_values = uniform_numpy(int(key[0]), int(key[1]), stream, x.size).reshape(x.shape)
+    first = _first_element(key, x.size)
+    uniform_values = uniform_numpy(int(key[0]), int(key[1]), stream, x.size, first).reshape(x.shape)
     y[...] = np.where(uniform_values >= np.float32(p), x * x.dtype.type(1 / (1 - p)), 0)
 
 
 @dropout.kernel("cpu")
 def dropout_cpu(y, x, key, *, p, stream):
-    kernels.elementwise.dropout(flatten(y), flatten(x), int(key[0]), int(key[1]), stream, p)
+    first = _first_element(key, x.size)
+    kernels.elementwise.dropout(flatten(y), flatten(x), int(key[0]), int(key[1]), stream, first, p)
 
 
 @dropout.kernel("torch")
 def dropout_torch(y, x, key, *, p, stream):
     mixed_key, y, x = key_of(key, stream), y.view(-1), x.view(-1)
+    first = _first_element(key, len(x))
     for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
-        is_dropped = uniform(mixed_key, chunk_start, chunk_end) < float(np.float32(p))
+        is_dropped = uniform(mixed_key, first + chunk_start, first + chunk_end) < float(
+            np.float32(p)
+        )
         torch.mul(x[chunk_start:chunk_end], 1 / (1 - p), out=y[chunk_start:chunk_end])
         y[chunk_start:chunk_end].masked_fill_(is_dropped, 0)
 
@@ -166,4 +177,5 @@ dropout.cost(elementwise_cost())  # a random number takes as long as an exp
 @dropout.samples
 def dropout_samples():
     for n in (1, 16, 63, 40_000):
-        yield dropout(input("x", (n,)), constant("key", np.array([3, n]), i64), p=0.25, stream=7)
+        for key in ([3, n], [3, n, 2]):
+            yield dropout(input("x", (n,)), constant("key", np.array(key), i64), p=0.25, stream=7)

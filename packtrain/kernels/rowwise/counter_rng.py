@@ -26,9 +26,12 @@ def stream_key(seed: int, step: int, stream: int) -> int:
     return mixed_bits - (1 << 64) if mixed_bits >> 63 else mixed_bits
 
 
-def uniform_numpy(seed: int, step: int, stream: int, n: int) -> npt.NDArray[np.float32]:
-    """Return n uniform numbers in [0, 1) with 24 bits: two from each 64-bit hash, the low half first."""
-    z = np.arange(1, (n + 1) // 2 + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+def uniform_numpy(
+    seed: int, step: int, stream: int, n: int, first: int = 0
+) -> npt.NDArray[np.float32]:
+    """Return n uniform numbers in [0, 1) with 24 bits, from an even `first`: two from each hash, the low half first."""
+    pair = first // 2
+    z = np.arange(pair + 1, pair + (n + 1) // 2 + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     z += np.uint64(stream_key(seed, step, stream) & WORD_MASK)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_FACTOR_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_FACTOR_2)

@@ -243,9 +243,9 @@ def mix(builder, z):
     return builder.extract_element(emit_mix(builder, z), I64(0))
 
 
-@parallel("out1, in1, i64, i64, i64, f32", lambda x: (x.size, 1), serial=SERIAL)
-def dropout(y, x, seed, step, stream, p, span_start, span_stop):
-    """y = x / (1 - p) where uniform(seed, step, stream, index) >= p, else 0; y may be x.
+@parallel("out1, in1, i64, i64, i64, i64, f32", lambda x: (x.size, 1), serial=SERIAL)
+def dropout(y, x, seed, step, stream, first, p, span_start, span_stop):
+    """y = x / (1 - p) where uniform(seed, step, stream, first + index) >= p, else 0; y may be x; first is even.
 
     x, y  (N,)  f32
     """
@@ -253,5 +253,5 @@ def dropout(y, x, seed, step, stream, p, span_start, span_stop):
     factor = splat(f32(1.0) / (f32(1.0) - p))
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
-        keep_factor = select_less(uniform(key, i), p, 0.0, factor)
+        keep_factor = select_less(uniform(key, first + i), p, 0.0, factor)
         store_part(y, i, load_part(x, i, num_left) * keep_factor, num_left)

@@ -2,10 +2,12 @@
 
     python -m benchmarks.large_shapes --shape llama-3.2-3b --tokens 1024 --memory 450MiB
     python -m benchmarks.large_shapes --shape llama-3.2-1b --tokens 512 --memory 6GiB --full
+    python -m benchmarks.large_shapes --shape llama-3.1-8b --tokens 512 --resident 3GiB
 
 The file has the shape and types of a public model in Q4_K, with random blocks, so that nothing need be fetched: memory
 and time of a step do not depend on values. Each run is `packtrain finetune` with --memory, watched from outside with
-its children; printed are its peak, the budget, seconds of a step and losses.
+its children; printed are its peak, the budget, seconds of a step and losses. With --resident, the peak is that of
+private memory and of the file's pages in memory, as mincore counts them, together.
 """
 
 import argparse
@@ -66,23 +68,28 @@ def write_model(path: Path, config: Config) -> None:
 
 
 def run(
-    base: Path, num_tokens: int, memory: str, steps: int, trained: list[str], folder: Path
-) -> str:
-    """Tune on rows of `num_tokens` tokens; return a row of the table."""
+    base: Path, num_tokens: int, memory: str, limit: str, steps: int, trained: list[str], folder: Path,
+) -> str:  # fmt: skip
+    """Tune on rows of `num_tokens` tokens within a limit, `memory` or `resident`; return a row of the table."""
     rng, data, result = random.Random(0), folder / "rows.txt", folder / "tuned.gguf"
     letters = [token for token in TOKENS if len(token) == 1 and token.isalpha()]
     data.write_text("".join(rng.choice(letters) for _ in range(4 * num_tokens)))
-    options = f"--ctx {num_tokens} --batch-size 1 --iters {steps} --memory {memory} {QUIET}".split()
-    done = run_packtrain("finetune", base, "--data", data, "-o", result, *options, *trained)
+    options = (
+        f"--ctx {num_tokens} --batch-size 1 --iters {steps} --{limit} {memory} {QUIET}".split()
+    )
+    done = run_packtrain(
+        "finetune", base, "--data", data, "-o", result, *options, *trained, mapped=base
+    )
     if done.code:
         return f"| {base.stem} | {num_tokens:,} | {memory} | - | - | {done.said.strip().splitlines()[-1]} |"
     records = [r for r in metrics_file.read(folder / "tuned.run/metrics.jsonl") if "loss" in r]
     plan = json.loads((folder / "tuned.run/plan.json").read_text())
     losses = ", ".join(f"{record['loss']:.3f}" for record in records)
-    seconds = done.seconds / steps
+    seconds, peak = done.seconds / steps, done.resident if limit == "resident" else done.peak
+    pages = f", {done.pages / 2**20:,.0f} MiB of pages" if limit == "resident" else ""
     return (
-        f"| {base.stem} | {num_tokens:,} | {memory} | {done.peak / 2**20:,.0f} | {seconds:,.0f}"
-        f" | loss {losses}; {plan['total_bytes'] / 2**20:,.0f} MiB planned |"
+        f"| {base.stem} | {num_tokens:,} | {memory} | {peak / 2**20:,.0f} | {seconds:,.0f}"
+        f" | loss {losses}; {plan['total_bytes'] / 2**20:,.0f} MiB planned{pages} |"
     )
 
 
@@ -93,6 +100,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-3b")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--memory", default="450MiB")
+    parser.add_argument("--resident", help="limit on private memory and pages of the base together")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
@@ -109,7 +117,8 @@ def main() -> None:
         trained = (FULL if args.full else f"--lora-rank {args.rank} --merge none").split()
         print("| model | tokens | budget | peak MiB | seconds a step, start included | result |")
         print("|---|---|---|---|---|---|")
-        print(run(base, args.tokens, args.memory, args.steps, trained, folder), flush=True)
+        limit = (args.resident, "resident") if args.resident else (args.memory, "memory")
+        print(run(base, args.tokens, *limit, args.steps, trained, folder), flush=True)
 
 
 if __name__ == "__main__":

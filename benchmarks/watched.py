@@ -1,6 +1,8 @@
 """A command, watched from outside: exit code, output, seconds, and its most private memory with its children."""
 
 import contextlib
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -8,10 +10,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import psutil
 
+from packtrain.common.mapped_file import MappedFile
 from packtrain.common.memory import private_nbytes
 
 SAMPLE_SECONDS = 0.005  # at least; a sample of a process with children takes up to 5 ms of a core
@@ -36,17 +41,44 @@ def private_nbytes_of(pid: int) -> int:
 
 
 class WatchedRun(NamedTuple):
-    """A command that has ended: `out` and `said` are its standard output and error, `peak` is in bytes."""
+    """A command that has ended: `out` and `said` are its standard output and error, `peak` is in bytes.
+
+    `pages` is the most that a file had in memory, and `resident` the most of both at one moment.
+    """
 
     code: int
     out: str
     said: str
     peak: int
     seconds: float
+    pages: int = 0
+    resident: int = 0
 
 
-def run_watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}) -> WatchedRun:
-    """Run a command with `typed` on its standard input, and with these variables in its environment."""
+class WatchedFile:
+    """A file whose resident pages are counted, those of all processes together."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = MappedFile(path)
+        self.file.release_all()  # what another program left in memory is not the command's
+        self.flags = np.zeros(-(-len(self.file) // mmap.PAGESIZE), np.uint8)
+        self.address = np.frombuffer(self.file, np.uint8).ctypes.data
+
+    def resident_nbytes(self) -> int:
+        address, flags = ctypes.c_void_p(self.address), ctypes.c_void_p(self.flags.ctypes.data)
+        if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(self.file)), flags):
+            raise OSError("mincore failed")
+        return int((self.flags & 1).sum()) * mmap.PAGESIZE
+
+
+def run_watched(
+    *command: object, typed: str = "", variables: Mapping[str, str] = {}, mapped: Path | None = None
+) -> WatchedRun:
+    """Run a command with `typed` on its standard input, and with these variables in its environment.
+
+    mapped  a file whose pages in memory are watched, too
+    """
+    watched_file, pages, resident = mapped and WatchedFile(mapped), 0, 0
     with ExitStack() as stack:
         stdin_file, *outputs = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
         stdin_file.write(typed)
@@ -62,7 +94,10 @@ def run_watched(*command: object, typed: str = "", variables: Mapping[str, str] 
         try:
             while process.poll() is None:
                 sample_start = time.monotonic()
-                peak = max(peak, private_nbytes_of(process.pid))
+                private = private_nbytes_of(process.pid)
+                nbytes = watched_file.resident_nbytes() if watched_file else 0
+                peak, pages = max(peak, private), max(pages, nbytes)
+                resident = max(resident, private + nbytes)
                 # no more than a quarter of a core, or the command takes longer for being watched
                 time.sleep(max(SAMPLE_SECONDS, 3 * (time.monotonic() - sample_start)))
         finally:
@@ -71,13 +106,15 @@ def run_watched(*command: object, typed: str = "", variables: Mapping[str, str] 
         for file in outputs:
             file.seek(0)
         stdout_text, said = (file.read() for file in outputs)
-    return WatchedRun(process.returncode, stdout_text, said, peak, seconds)
+    return WatchedRun(process.returncode, stdout_text, said, peak, seconds, pages, resident)
 
 
 def run_packtrain(
-    *arguments: object, typed: str = "", variables: Mapping[str, str] = {}
+    *arguments: object,
+    typed: str = "",
+    variables: Mapping[str, str] = {},
+    mapped: Path | None = None,
 ) -> WatchedRun:
     """One of packtrain's commands, watched."""
-    return run_watched(
-        sys.executable, "-m", "packtrain", *arguments, typed=typed, variables=variables
-    )
+    command = sys.executable, "-m", "packtrain", *arguments
+    return run_watched(*command, typed=typed, variables=variables, mapped=mapped)

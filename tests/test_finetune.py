@@ -598,23 +598,13 @@ def test_an_adapter_of_another_base_is_refused(folder, tmp_path, capsys):
             assert line in said(capsys)[-1]
 
 
-def test_a_plan_tells_what_is_mapped_and_what_strict_adds(folder, tmp_path, capsys):
-    args = [str(folder / "q8_0.gguf"), "--data", str(folder / "chats.jsonl"), *COMMON_FLAGS]
-    plans = []
-    for flags in ([], ["--strict"]):
-        path = tmp_path / "plan.json"
-        assert main(["plan", "finetune", *args, *flags, "--json", str(path)]) == 0
-        plans.append(json.loads(path.read_text()))
-    mapped = plans[0]["mapped_bytes"]
-    matrices = (e for e in GGUF(folder / "q8_0.gguf").entries.values())
-    assert mapped == sum(e.nbytes for e in matrices)
-    private = [
-        p["total_bytes"] - sum(p[f"{n}_bytes"] for n in ("weights", "state", "arena", "loop"))
-        for p in plans
-    ]
-    # what the process holds differs a little
-    assert abs(private[1] - private[0] - mapped) < 4 << 20
-    assert not list(tmp_path.glob("*.run"))
+def test_a_plan_tells_what_is_mapped(folder, tmp_path, capsys):
+    path, data = tmp_path / "plan.json", str(folder / "chats.jsonl")
+    args = [str(folder / "q8_0.gguf"), "--data", data, *COMMON_FLAGS, "--json", str(path)]
+    assert main(["plan", "finetune", *args]) == 0
+    plan, entries = json.loads(path.read_text()), GGUF(folder / "q8_0.gguf").entries.values()
+    assert plan["mapped_bytes"] == sum(entry.nbytes for entry in entries)
+    assert plan["window_bytes"] is None and not list(tmp_path.glob("*.run"))
 
 
 def test_the_adapter_alone_is_a_result(folder, tmp_path, capsys):

@@ -71,6 +71,7 @@ INEFFECTIVE_SETTINGS = {
         "--no-random-offsets": {"random_offsets": False, "fill_samples": False},
         "--preset": {"preset": "15m", "from_checkpoint": Path("old.gguf")},
         "--strict": {"strict": True},
+        "--resident": {"resident": "2GiB"},
         "--shuffle-samples": {"shuffle_samples": True, "fill_samples": False},
         "--no-shuffle-samples": {"shuffle_samples": False, "sample_start": "\n"},
     },
@@ -101,6 +102,8 @@ INEFFECTIVE_SETTINGS = {
         "--replay-weight": {"replay": 0, "replay_weight": 2.0},
         "--teacher": {"teacher": Path("large.gguf"), "loss": "dpo"},
         "--shuffle-samples": {"shuffle_samples": True, "pack": False},
+        "--strict": {"strict": True},
+        "--resident": {"resident": "2GiB", "strict": True, "memory": "1GiB"},
     },
 }
 

@@ -47,7 +47,6 @@ def _parse(text: str) -> frozenset[str]:
     flag_names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
     unknown_flags = sorted(flag_names - set(FLAGS))
     if unknown_flags:
-        raise InputError(
-            f"PACKTRAIN_DEBUG: {', '.join(unknown_flags)} unknown; choose from {', '.join(FLAGS)}"
-        )
+        fact = f"PACKTRAIN_DEBUG: {', '.join(unknown_flags)} unknown"
+        raise InputError(f"{fact}; choose from {', '.join(FLAGS)}")
     return flag_names

@@ -173,9 +173,8 @@ def check_writable(path: str | Path | None, field: str) -> None:
         problem = "is a link that leads back to itself; give another name"
         raise InputError(f"{field}: {path} {problem}") from None
     if not resolved_path.parent.exists():
-        raise InputError(
-            f"{field}: {path} cannot be written: the folder {path.parent} does not exist; create it first"
-        )
+        fact = f"{field}: {path} cannot be written: the folder {path.parent} does not exist"
+        raise InputError(f"{fact}; create it first")
     if path.exists() and not _can_replace(resolved_path):
         raise InputError(f"{field}: {path} cannot be replaced: it is another user's")
     remove_temp_files(resolved_path.parent, escape(resolved_path.name))

@@ -219,18 +219,16 @@ def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dic
         if name_match is None and _is_copy(path, name, stored_tensor, model):
             continue
         if name_match is None:
-            raise InputError(
-                f"{path}: tensor {name} is neither A nor B of a LoRA adapter; nothing else is supported"
-            )
+            fact = f"{path}: tensor {name} is neither A nor B of a LoRA adapter"
+            raise InputError(f"{fact}; nothing else is supported")
         module = language_model_name(name_match[1])
         if module not in modules:
             raise InputError(f"{path}: {_unknown_module_message(module, model)}")
         _check_target(path.with_name(CONFIG), config, name_match[1])
         half_matrix = dequantize(stored_tensor.array())
         if half_matrix.ndim != 2 or 0 in half_matrix.shape or not np.isfinite(half_matrix).all():
-            raise InputError(
-                f"{path}: {name} is {[*half_matrix.shape]}; it must be a matrix of finite numbers"
-            )
+            fact = f"{path}: {name} is {[*half_matrix.shape]}"
+            raise InputError(f"{fact}; it must be a matrix of finite numbers")
         by_module.setdefault(module, {})[name_match[2]] = half_matrix
     for module, halves in by_module.items():
         if len(halves) < 2 or halves["A"].shape[0] != halves["B"].shape[1]:

@@ -40,9 +40,8 @@ def train_vocabulary(
     )
     num_pieces = processor.get_piece_size()
     if num_pieces < target_size and not auto:
-        raise InputError(
-            f"--vocab-size: the text is too small for {size} tokens; at most {num_pieces} would do"
-        )
+        fact = f"--vocab-size: the text is too small for {size} tokens"
+        raise InputError(f"{fact}; at most {num_pieces} would do")
     return _metadata(processor)
 
 

@@ -37,9 +37,8 @@ def check_device(device: str, has_cpu_blocks: bool = False) -> None:
     if re.fullmatch(SHARED_DEVICES, device):
         return
     if re.fullmatch(r"cuda:\d+", device):
-        raise InputError(
-            f"--device {device}: of several processes each takes a GPU of its own; give --device cuda"
-        )
+        fact = f"--device {device}: of several processes each takes a GPU of its own"
+        raise InputError(f"{fact}; give --device cuda")
     is_single = re.fullmatch(SINGLE_PROCESS_DEVICES, device)
     cause = " works in one process" if is_single else ": several processes have no such device"
     raise InputError(f"--device {device}{cause}; give cpu, torch:cpu or cuda, or leave out --nproc")

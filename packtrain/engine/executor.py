@@ -16,24 +16,23 @@ import numpy as np
 
 from packtrain.common.debug import flags
 from packtrain.common.errors import DoesNotFit
+from packtrain.common.mapped_file import page_budget
 from packtrain.engine.backends import Backend, aligned
 from packtrain.engine.instrumentation import CHECKS, BoundStep, Observer, Run, See, print_stages
 from packtrain.engine.memory_plan import ArenaKey, Plan, make_plan
+from packtrain.engine.page_window import PageWindow
 from packtrain.engine.placement import Placed
 from packtrain.engine.replayed_calls import CompiledCallTable, replayable_calls, reserve, tabled
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor
 from packtrain.engine.value_checks import RunError as RunError
+from packtrain.engine.value_checks import Stopped as Stopped
 from packtrain.engine.value_checks import fitting
 
 K = TypeVar("K")
 StopCheck = Callable[[], bool] | None
 Names = Container[str] | None
 CallTable = CompiledCallTable | None
-
-
-class Stopped(Exception):
-    """Raised when a run is stopped between two steps."""
 
 
 @dataclass(slots=True)
@@ -59,11 +58,10 @@ class Session:
     """
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
-        self.limits = limits
+        self.limits, self.pages, self.generation = limits, page_budget.get(), 0
         self.dirty: str | None = None
-        self.generation = 0
         self._leaves: dict[str, _SessionLeaf] = {}
-        self._shared: dict[str, np.ndarray] = {}
+        self.shared: dict[str, np.ndarray] = {}
         self._constants: dict[Tensor, _SessionLeaf] = {}
         self._overlays: dict[str, tuple[str, int]] = {}
         self._arenas: dict[ArenaKey, tuple[int, Any]] = {}
@@ -88,8 +86,8 @@ class Session:
         for name in values.keys() & self._leaves.keys():
             raise RunError(f"{name} has its memory already; call share before creating executors")
         for name, value in values.items():
-            self._shared[name] = np.require(value, requirements=["C", "A"]).view()
-            self._shared[name].flags.writeable = False
+            self.shared[name] = np.require(value, requirements=["C", "A"]).view()
+            self.shared[name].flags.writeable = False
 
     def overlay(self, parts: Mapping[str, tuple[str, int]]) -> None:
         """Let states share the bytes of other leaves: state -> (leaf, its element at which the state begins)."""
@@ -135,8 +133,8 @@ class Session:
         new_leaves, space_nbytes = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
         for leaf in new_leaves:
             leaf.offset = space_nbytes.get(leaf.backend.space, 0)
-            leaf_nbytes = aligned(leaf.spec.nbytes, leaf.backend.alignment)
-            space_nbytes[leaf.backend.space] = leaf.offset + leaf_nbytes
+            leaf_end = leaf.offset + aligned(leaf.spec.nbytes, leaf.backend.alignment)
+            space_nbytes[leaf.backend.space] = leaf_end
         backends = {leaf.backend.space: leaf.backend for leaf in new_leaves}
         buffers = {space: backend.alloc(space_nbytes[space]) for space, backend in backends.items()}
         for leaf in new_leaves:
@@ -157,17 +155,15 @@ class Session:
             return self._constants.setdefault(leaf, _SessionLeaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
             return None
-        session_leaf, shared = self._leaves.get(leaf.label), self._shared.get(leaf.label)
+        session_leaf, shared = self._leaves.get(leaf.label), self.shared.get(leaf.label)
         if session_leaf is None:
             has_value = shared is not None or leaf.kind == "state"
             session_leaf = self._leaves[leaf.label] = _SessionLeaf(leaf.spec, backend, has_value)
             if shared is not None:
                 session_leaf.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
         elif session_leaf.spec != leaf.spec or session_leaf.backend.space != backend.space:
-            leaf_location = f"{session_leaf.spec} on {session_leaf.backend.space}"
-            wanted_location = f"{leaf.spec} on {backend.space}"
-            fact = f"{leaf.name} is {leaf_location} in this session"
-            raise RunError(f"{fact}, the graph wants {wanted_location}")
+            fact = f"{session_leaf.spec} on {session_leaf.backend.space} in this session"
+            raise RunError(f"{leaf.name} is {fact}, the graph wants {leaf.spec} on {backend.space}")
         return session_leaf
 
     def array(self, t: Tensor) -> Any:
@@ -186,7 +182,7 @@ class Session:
             leaf = self._writable_leaf(name)
             leaf.backend.write(leaf.array, fitting(name, value, leaf.spec))
             leaf.has_value = True
-        if {*values, *self._shared, *self._overlays} >= self._leaves.keys():
+        if {*values, *self.shared, *self._overlays} >= self._leaves.keys():
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
@@ -223,7 +219,7 @@ class Session:
         return self._find_leaf(name)
 
     def _writable_leaf(self, name: str) -> _SessionLeaf:
-        if name in self._shared:
+        if name in self.shared:
             raise RunError(f"{name} is a shared array; it cannot be changed here")
         return self._find_leaf(name)
 
@@ -254,8 +250,10 @@ class Executor:
         for b in plan.buffers:
             if b.category == "workspace":
                 self.works.setdefault(b.start, []).append((b.place, b.offset))
-        used = {b.space: b for b in (*placed.home.values(), *(s.backend for s in placed.steps))}
-        self.syncs = [backend.sync for backend in used.values()]
+        used = {
+            b.space: b.sync for b in (*placed.home.values(), *(s.backend for s in placed.steps))
+        }
+        self.syncs = [*used.values()]
         updates = (i for i, s in enumerate(placed.steps) if s.op.writes and not s.op.repeatable)
         self.first_update = next(updates, len(placed.steps))
         self._bind()
@@ -265,11 +263,12 @@ class Executor:
     def _bind(self) -> None:
         self.generation, self.runs = self.session.generation, 0
         self.table: CallTable = None
+        self.window = PageWindow.over(self.placed, self.session.shared, self.session.pages)
         self.calls = [bound_step.run for bound_step in self._bound_steps()]
-        inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
-        self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
-        outputs = self.placed.graph.outputs.items()
-        self.outputs = {name: (self.placed.home[t.base], self._array(t)) for name, t in outputs}
+        graph, home = self.placed.graph, self.placed.home
+        inputs = (t for t in graph.leaves if t.kind == "input")
+        self.inputs = {t.label: (home[t], self._array(t), t.spec) for t in inputs}
+        self.outputs = {n: (home[t.base], self._array(t)) for n, t in graph.outputs.items()}
 
     def _bound_steps(self) -> Iterator[BoundStep]:
         return (self._bind_step(i, step) for i, step in enumerate(self.placed.steps))
@@ -284,8 +283,9 @@ class Executor:
         workspace = self._workspace(i, step)
         attrs = {**step.attrs, "work": workspace} if workspace else step.attrs
         kernel_out = results if step.call.returns_tuple and step.op is step.call.op else results[0]
-        run = partial(step.kernel.run, kernel_out, *inputs, **attrs)
-        return BoundStep(step, results, inputs, workspace, run)
+        run: Run = partial(step.kernel.run, kernel_out, *inputs, **attrs)
+        paged_run = self.window.before(i, step, inputs, run) if self.window else run
+        return BoundStep(step, results, inputs, workspace, paged_run)
 
     def _workspace(self, i: int, step: KernelStep) -> tuple[Any, ...]:
         return tuple(
@@ -319,8 +319,9 @@ class Executor:
         """
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs or {})
-            checks = flags() & CHECKS
-            if checks or self.watchers:
+            if self.window:
+                self.window.begin_run()
+            if (checks := flags() & CHECKS) or self.watchers:
                 observer = self._observer(checks)
                 self._run_guarded(observer.calls(), stop)
                 observer.print_op_times()
@@ -328,6 +329,8 @@ class Executor:
                 call_table = self.table if self.table and self.table.calls is self.calls else None
                 self._run_guarded(self.calls, stop, call_table, only)
                 self.runs += 1
+                if self.window and only is None:
+                    self.window.end_run()
                 if self.runs == 1:
                     self.calls = replayable_calls(self.placed, self.calls)
                     self.table = tabled(self.placed, self.calls)
@@ -347,9 +350,7 @@ class Executor:
             if stop is not None and stop():
                 raise Stopped(f"stopped before {self.placed.steps[index].op.name}")
             self.at = index
-            replacement = calls[index]()
-            if replacement is not None:
-                calls[index] = replacement
+            calls[index] = calls[index]() or calls[index]  # a call may return a quicker one
         for sync in self.syncs:
             sync()
 

@@ -7,6 +7,10 @@ import numpy as np
 from packtrain.engine.tensor import Spec
 
 
+class Stopped(Exception):
+    """Raised when a run is stopped between two steps."""
+
+
 class RunError(RuntimeError):
     """Raised if a run cannot start; the message names what is missing or wrong."""
 

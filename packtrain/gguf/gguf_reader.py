@@ -1,6 +1,5 @@
 """Opens a GGUF file, whole or split into `NAME-00001-of-00003.gguf` and so on; opens all parts, given any of them."""
 
-import mmap
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.common.mapped_file import MappedFile
 from packtrain.gguf.gguf_format import MAGIC, GGUFError, MetadataValue, TensorInfo
 from packtrain.gguf.gguf_parser import GGUFPart, shorten_text
 from packtrain.gguf.path_advice import content_advice, missing_model
@@ -65,7 +65,7 @@ def _open_part(path: Path) -> GGUFPart:
             raise GGUFError(f"{path}: is not a regular file; a GGUF file must be one")
         with open(path, "rb") as file:
             is_empty = not file.read(1)  # an empty file cannot be mapped
-            data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data = b"" if is_empty else MappedFile(path)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise GGUFError(f"{path}: cannot be read: {reason}{missing_model(path)}") from None

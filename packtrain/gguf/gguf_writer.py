@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.common.files import Check, atomic_file, write_ahead
+from packtrain.common.mapped_file import release_pages
 from packtrain.dtypes import DTYPES_BY_NUMPY, Dtype
 from packtrain.gguf import gguf_format
 from packtrain.gguf.gguf_format import KINDS, MAGIC, NAME_NBYTES, NUMPY_CODES, MetadataValue
@@ -155,6 +156,7 @@ def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: Writte
         while (piece := piece_queue.get()) is not None:
             ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
             file.write(piece)
+            release_pages(np.asarray(piece))
             ahead_end = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
             if ahead_end > ahead_start:
                 write_ahead(file, ahead_start, ahead_end - ahead_start)

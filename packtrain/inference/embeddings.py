@@ -22,9 +22,8 @@ def model_pooling(model: ModelFile) -> str:
     key = f"{model.config.architecture}.pooling_type"
     pooling_type: Any = model.gguf.metadata.get(key, 1)
     if pooling_type not in POOLING_BY_TYPE:
-        raise InputError(
-            f"{model.gguf.path}: {key} is {pooling_type!r}, which is not supported; choose one with --pooling"
-        )
+        fact = f"{model.gguf.path}: {key} is {pooling_type!r}, which is not supported"
+        raise InputError(f"{fact}; choose one with --pooling")
     return POOLING_BY_TYPE[pooling_type]
 
 

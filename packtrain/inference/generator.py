@@ -173,9 +173,8 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
             "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
         )
     if len(prompt) > size:
-        raise InputError(
-            f"the prompt has {plural(len(prompt), 'token')} and the context {size}; the prompt must fit"
-        )
+        fact = f"the prompt has {plural(len(prompt), 'token')} and the context {size}"
+        raise InputError(f"{fact}; the prompt must fit")
 
 
 class Reply:

@@ -72,9 +72,8 @@ def read_adapter(path: str | Path) -> Adapter:
         if not isinstance(actual, str) or actual != expected:
             raise InputError(f"{path}: {key} is {actual!r}; in an adapter it must be {expected!r}")
     if INVOCATION_KEY in metadata:
-        raise InputError(
-            f"{path}: {INVOCATION_KEY} is present; adapters activated by tokens (aLoRA) are not supported"
-        )
+        fact = f"{path}: {INVOCATION_KEY} is present"
+        raise InputError(f"{fact}; adapters activated by tokens (aLoRA) are not supported")
     architecture, alpha = metadata.get(ARCHITECTURE_KEY), metadata.get(ALPHA_KEY, 0.0)
     if not isinstance(architecture, str):
         raise InputError(f"{path}: {ARCHITECTURE_KEY} is {architecture!r}; it must name the base's")
@@ -102,9 +101,8 @@ def _read_pair(gguf: GGUF, name: str) -> Pair:
     a, b = (_read_half(gguf, name + suffix) for suffix in SUFFIXES)
     rank = b.shape[-1]
     if a.shape[-1 if name == EMBEDDING else -2] != rank or a.shape[:-2] != b.shape[:-2]:
-        raise InputError(
-            f"{gguf.path}: {name}: lora_a is {[*a.shape]} and lora_b {[*b.shape]}; their ranks must be equal"
-        )
+        fact = f"{gguf.path}: {name}: lora_a is {[*a.shape]} and lora_b {[*b.shape]}"
+        raise InputError(f"{fact}; their ranks must be equal")
     return a, b
 
 

@@ -47,9 +47,8 @@ class MetadataReader:
         name: Any = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
             requirement = f", which needs {NEEDED[name]}" if name in NEEDED else ""
-            raise InputError(
-                f"{self.path}: general.architecture is {name!r}{requirement}; supported are {', '.join(ARCHITECTURES)}"
-            )
+            fact = f"{self.path}: general.architecture is {name!r}{requirement}"
+            raise InputError(f"{fact}; supported are {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[name]
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -139,13 +139,11 @@ def check_tensors(gguf: GGUF, config: Config, extra_tensors: Sequence[str] = ())
         if tensor_info.shape == (1, *leaf.shape):  # a matrix of one row is a vector
             tensor_info = gguf.entries[name] = replace(tensor_info, shape=leaf.shape)
         if tensor_info.shape != leaf.shape:
-            raise InputError(
-                f"{gguf.path}: {name} has shape {[*tensor_info.shape]}; by the metadata it must be {[*leaf.shape]}"
-            )
+            fact = f"{gguf.path}: {name} has shape {[*tensor_info.shape]}"
+            raise InputError(f"{fact}; by the metadata it must be {[*leaf.shape]}")
         if tensor_info.dtype not in READABLE:
-            raise InputError(
-                f"{gguf.path}: {name} is of type {tensor_info.dtype}; only {', '.join(map(str, READABLE))} can be read"
-            )
+            fact = f"{gguf.path}: {name} is of type {tensor_info.dtype}"
+            raise InputError(f"{fact}; only {', '.join(map(str, READABLE))} can be read")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -163,9 +161,8 @@ def save_model(
     """
     num_tokens = len(vocabulary[TOKENS_KEY].value)
     if num_tokens != config.vocab_size:
-        raise InputError(
-            f"{path}: the vocabulary has {num_tokens} tokens, the model {config.vocab_size}; both must be equal"
-        )
+        fact = f"{path}: the vocabulary has {num_tokens} tokens, the model {config.vocab_size}"
+        raise InputError(f"{fact}; both must be equal")
 
     def defer_tensor(tensor: str, shape: tuple[int, ...]) -> DeferredTensor:
         stored = DTYPES[dtype] if is_matrix(tensor, shape) else f32

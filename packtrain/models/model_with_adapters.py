@@ -85,9 +85,8 @@ def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
     config, num_axes = model.config, len(model.gguf.entries[name].shape)
     in_block = name.startswith("blk.") and num_axes > 1
     if not in_block and (name != EMBEDDING or config.tied):
-        raise InputError(
-            f"{model.gguf.path}: an adapter changes {name}, which only works merged; use packtrain merge"
-        )
+        fact = f"{model.gguf.path}: an adapter changes {name}, which only works merged"
+        raise InputError(f"{fact}; use packtrain merge")
     if by_token and (num_axes > 2 or (model.config.expert_count and "gate_inp" in name)):
         raise InputError(
             f"{model.gguf.path}: an adapter changes the experts {name}, whose scale requests cannot choose; use"

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packtrain.common.errors import InputError
+from packtrain.common.mapped_file import release_pages
 from packtrain.dtypes import READABLE, RECODABLE, WRITABLE, Dtype
 from packtrain.engine.ops.stored_values import stored_rows
 from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, TensorInfo, write_gguf
@@ -137,9 +138,8 @@ def _deferred(
     stored = entry.dtype if isinstance(read_rows, AwareMergedRows) else stored_dtype(entry, dtype)
     if stored not in WRITABLE and not isinstance(read_rows, AwareMergedRows):
         writable_types = ", ".join(map(str, WRITABLE))
-        raise InputError(
-            f"{base.path}: {entry.name} would be {stored}; types that can be written: {writable_types}"
-        )
+        fact = f"{base.path}: {entry.name} would be {stored}"
+        raise InputError(f"{fact}; types that can be written: {writable_types}")
     *outer_shape, width = entry.shape
     num_rows, step = math.prod(outer_shape), max(1, CHUNK_ELEMENTS // max(width, 1))
 
@@ -147,5 +147,6 @@ def _deferred(
         chunks = (read_rows(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
         location = f"{base.path}: {entry.name}"
         yield from packed(location, chunks, stored, lambda error: on_tensor(entry, stored, error))
+        release_pages(base.array(entry.name))
 
     return DeferredTensor(stored, entry.shape, packed_chunks)

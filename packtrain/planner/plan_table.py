@@ -30,7 +30,8 @@ def plan_data(
         "loop_bytes": plans.loop_nbytes, "baseline_bytes": plans.baseline_nbytes, "total_bytes": total_nbytes,
         "minimum_bytes": min_budget, "budget_bytes": budget_nbytes,
         "fits": budget_nbytes is None or total_nbytes <= budget_nbytes, "seconds_per_step": seconds,
-        "seconds_before_step_1": before, "buffers": [*map(_buffer_record, plans.largest_plan.buffers)],
+        "window_bytes": plans.window.nbytes if plans.window else None, "seconds_before_step_1": before,
+        "buffers": [*map(_buffer_record, plans.largest_plan.buffers)],
     }  # fmt: skip
     limits = plans.target.limits
     space_records: dict[str, Any] = {
@@ -92,8 +93,15 @@ def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
             entries.append(("planning", planning, "more than the run, while it is planned"))
         entries += [("spare", spare_nbytes - planning, "by which a process differs from the next")]
     entries.append(("total", plans.total_nbytes + spare_nbytes, ""))
-    base = plans.shape.base
-    if base is not None and not base.strict and not plans.target.is_separate:
+    if plans.window is not None:
+        base_text = f"of the base, which has {size_text(plans.mapped_nbytes)}"
+        if plans.window.read_nbytes:
+            base_text += f"; a step reads {size_text(plans.window.read_nbytes)} from its file"
+        entries += [
+            ("pages", plans.window.nbytes, base_text),
+            ("resident", plans.total_nbytes + plans.window.nbytes, "private memory and pages"),
+        ]
+    elif plans.shape.base is not None and not plans.target.is_separate:
         entries.append(("base", plans.mapped_nbytes, "mapped from its file, not in the total"))
     return [*device_lines, *(["in this process"] if device_lines else []), *map(_row_line, entries)]
 

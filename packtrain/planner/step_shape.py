@@ -25,7 +25,7 @@ class BaseModel:
     types               types of the file's matrices by name, used by frozen ones
     frozen              name patterns of frozen tensors; with LoRA, only the adapters are trained
     num_trained_blocks  train only the last N blocks and nothing else; 0: no limit
-    strict              --memory also counts bytes mapped from the file
+    strict              of old runs: the base was counted in --memory from end to end
     masters             type of trained matrices; vectors and LoRA adapters are f32
     """
 

@@ -41,6 +41,20 @@ Name = str | int  # name of a graph; graphs that generate samples are named by t
 Graphs = Mapping[Name, Placed]
 
 
+@dataclass(frozen=True, slots=True)
+class BaseWindow:
+    """At most `nbytes` of the base's pages are in memory; a step reads `read_nbytes` from its file, in `read_seconds`.
+
+    A call reads `call_nbytes` at once, less than which no window can have. The schedule takes `schedule_nbytes`.
+    """
+
+    nbytes: int
+    call_nbytes: int
+    schedule_nbytes: int
+    read_nbytes: int
+    read_seconds: float
+
+
 @dataclass(frozen=True)
 class TrainingPlans:
     """The placed graphs of a run and a plan for each, by name.
@@ -48,6 +62,7 @@ class TrainingPlans:
     baseline_nbytes  bytes of the process before any planned byte is allocated
     search_nbytes    peak bytes of this process and the searching child together
     refusal          the reason why these plans, the smallest possible, do not fit
+    window           the pages of the base that stay in memory; None: as the system decides
     """
 
     shape: StepShape
@@ -57,6 +72,7 @@ class TrainingPlans:
     baseline_nbytes: int = 0
     search_nbytes: int = 0
     refusal: str | None = None
+    window: BaseWindow | None = None
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
@@ -125,8 +141,9 @@ class TrainingPlans:
 
     @cached_property
     def loop_nbytes(self) -> int:
-        transit_nbytes_total = transit_nbytes(self.resident_leaves.values(), self.target)
-        return loop_nbytes(self.shape, self.calls) + transit_nbytes_total + self.whole_nbytes
+        schedule_nbytes = self.window.schedule_nbytes if self.window else 0
+        file_nbytes = transit_nbytes(self.resident_leaves.values(), self.target) + self.whole_nbytes
+        return loop_nbytes(self.shape, self.calls) + file_nbytes + schedule_nbytes
 
     @property
     def whole_nbytes(self) -> int:
@@ -177,7 +194,8 @@ class TrainingPlans:
     def step_seconds(self, rates: cost_model.BackendRates) -> float:
         """Return the expected seconds of a training step."""
         graphs, counts = self.placed_graphs, runs(self.shape).items()
-        return sum(n * cost_model.graph_seconds(graphs[name], rates) for name, n in counts)
+        seconds = sum(n * cost_model.graph_seconds(graphs[name], rates) for name, n in counts)
+        return max(seconds, self.window.read_seconds if self.window else 0.0)
 
     def op_names(self, plan: Plan) -> list[str]:
         name = next(name for name, candidate in self.plans.items() if candidate is plan)
@@ -210,12 +228,11 @@ def packed_weight_types(shape: StepShape) -> set[Dtype]:
 
 
 def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
-    """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied, or if `strict`."""
-    strict = space != HOST or (shape.base is not None and shape.base.strict)
+    """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied."""
     local = [leaf for leaf in of if target.home(leaf).space == space]
     mapped = {leaf for leaf in local if is_mapped(shape, leaf)}
     resident_nbytes = buffer_nbytes([leaf for leaf in local if leaf not in mapped], target)
-    return resident_nbytes + leaves_nbytes(mapped) * strict
+    return resident_nbytes + leaves_nbytes(mapped) * (space != HOST)
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:

@@ -156,7 +156,6 @@ class JobTicket:
 
     job: GenerationJob
     tell: Callable[[JobEvent], None]
-    arrival_time: float = 0.0
     _cancel_event: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:

@@ -60,9 +60,8 @@ def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int
     num_tokens = min(job.max_tokens, server.engine.max_seq_tokens)
     max_tokens = MOST_TOLD // (top * answers) - num_prompt_tokens
     if max(num_tokens, 1) > max_tokens:
-        raise InputError(
-            f"{top} probabilities of each token are more than {MOST_TOLD:,} in all; ask for fewer, or for fewer tokens"
-        )
+        fact = f"{top} probabilities of each token are more than {MOST_TOLD:,} in all"
+        raise InputError(f"{fact}; ask for fewer, or for fewer tokens")
     max_tokens = max_tokens if job.max_tokens < 0 else job.max_tokens
     return replace(job, num_top_logprobs=top, max_tokens=max_tokens)
 

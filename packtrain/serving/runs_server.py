@@ -47,9 +47,8 @@ def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if ":" in text else LOOPBACK_HOST
     if not (port.isascii() and port.isdecimal()) or int(port) > 65535 or not host:
-        raise InputError(
-            f"--watch {text}: it must be a port from 0 to 65535, or HOST:PORT; 0 takes a free one"
-        )
+        fact = f"--watch {text}: it must be a port from 0 to 65535, or HOST:PORT"
+        raise InputError(f"{fact}; 0 takes a free one")
     return host, int(port)
 
 

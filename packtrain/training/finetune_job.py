@@ -267,9 +267,8 @@ def _make_batches(
 def _check_blocks(last: int, model: ModelFile) -> None:
     count = model.config.block_count
     if last > count:
-        raise InputError(
-            f"--num-layers {last}: {model.gguf.path.name} has {plural(count, 'block')}; it must be at most that, or -1"
-        )
+        fact = f"--num-layers {last}: {model.gguf.path.name} has {plural(count, 'block')}"
+        raise InputError(f"{fact}; it must be at most that, or -1")
 
 
 def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> None:

@@ -190,7 +190,7 @@ class TuneSettings(RunSettings):
 
     @property
     def maps_weights(self) -> bool:
-        return True
+        return not self.full
 
     @property
     def default_rate(self) -> float:

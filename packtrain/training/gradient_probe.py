@@ -67,9 +67,8 @@ def _report_unreached(
     dead = [name for name, unchanged in still.items() if len(unchanged) == len(part_digests[name])]
     if dead:
         suffix = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
-        raise NoGradient(
-            f"no gradient reaches {', '.join(dead[:NAMED])}{suffix}; training would not change them"
-        )
+        fact = f"no gradient reaches {', '.join(dead[:NAMED])}{suffix}"
+        raise NoGradient(f"{fact}; training would not change them")
     for name, unchanged in still.items():
         report(
             f"{name}: no token of the first step reaches experts {', '.join(map(str, unchanged))}"

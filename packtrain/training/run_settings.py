@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from packtrain.common import options
+from packtrain.common.memory import parse_size
 from packtrain.common.options import DATA, MEMORY, OUTPUT, RESOURCES, STOPPING, TRAINING, UPDATE
 from packtrain.data.chat_template import TEMPLATES
 from packtrain.data.text.documents import has_valid_file
@@ -28,6 +29,7 @@ DEVICE_HELP = (
 )
 DEVICES_HELP = "several by commas share out the blocks; cpu:1, torch:cpu:1 or cuda:1 is another memory of its kind"
 VALID_FILE = {"has_valid_file": "with the valid file in the folder --data"}
+MAPS_WEIGHTS = {"maps_weights": "in train and with --full, whose weights are private memory"}
 ALL_TURNS = {"mask_prompt=False": "which trains on all turns"}
 # whether there is validation data is known once the data is read
 VALIDATING = partial(STOPPING, requires={"has_validation": "without validation data"})
@@ -153,9 +155,14 @@ class RunSettings:
         None, "limit on the private memory of the process: 2GiB, 800MiB or 80%; a run that does not fit is refused",
         metavar="SIZE",
     )  # fmt: skip
+    resident: str | None = RESOURCES(
+        None, "limit on private memory and pages of the base in memory, together: 3GiB or 50%; the base is then read"
+        " from its file while the run computes", metavar="SIZE", requires=MAPS_WEIGHTS,
+        conflicts={"strict": "which is --resident with the size of --memory"},
+    )  # fmt: skip
     strict: bool = RESOURCES(
-        False, "count the weights mapped from the base file in --memory, too",
-        requires={"maps_weights": "in train, which maps no weights from a file"},
+        False, "let --memory limit the pages of the base, too, as --resident does",
+        requires={**MAPS_WEIGHTS, "memory": ""},
     )  # fmt: skip
     measure_speed: bool = OUTPUT(
         False, "measure the speed of this machine again, for time estimates"
@@ -283,6 +290,12 @@ class RunSettings:
     def maps_weights(self) -> bool:
         """Whether the run maps weights from a base file."""
         return False
+
+    @property
+    def resident_nbytes(self) -> int | None:
+        """The limit on private memory and pages of the base together; None if pages are not limited."""
+        name, text = ("--memory", self.memory) if self.strict else ("--resident", self.resident)
+        return None if text is None else parse_size(text, name)
 
     @property
     def has_device_memory(self) -> bool:

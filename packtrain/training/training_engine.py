@@ -254,11 +254,8 @@ class TrainingEngine(StepEngine):
             ]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
-            first_index = current_world().rank * len(shares)
-            keys = [
-                np.array([[self.seed, step_number - 1, first_index + i]])
-                for i in range(len(shares))
-            ]
+            first, step = current_world().rank * len(shares), step_number - 1
+            keys = [np.array([[self.seed, step, first + i]]) for i in range(len(shares))]
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]

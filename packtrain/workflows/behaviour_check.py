@@ -169,7 +169,6 @@ def _generate_replies(
     generator = Generator.from_model(
         model, num_cells, DTYPES["f16"], target if len(target.every) == 1 else CPU,
         prompts=(PROMPT_ROWS,), checkpoints=0, memory=budget,
-        beside=model.gguf.nbytes if job.settings.strict else 0,
     )  # fmt: skip
     limits = GenerationLimits(MAX_TOKENS, (), stopped, LOOP_TOKENS)
     for prompt_index, prompt in enumerate(prompts):

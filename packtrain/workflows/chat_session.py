@@ -56,7 +56,7 @@ class ChatSession:
         self.cells = generation_settings.cells(
             settings, model.config, generation_settings.CONTEXT, events
         )
-        if settings.warmup:
+        if settings.warmup and settings.resident is None:
             generation_settings.warm(model, events)
         self._drafter = next(iter(make_drafters(settings, model, self.cells)), None)
         self._generator = generation_settings.load_generator(settings, model, self.cells)

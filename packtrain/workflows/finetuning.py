@@ -95,6 +95,10 @@ def _after_steps(run_plan: PlannedRun, progress: TrainingProgress, events: Event
     FinishedFinetune(job, shape, progress, run_plan.budget, events).merge_and_measure()
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     _write_modelfile(settings, subject.model)
+    if run_plan.plans.window is not None and run_plan.plans.window.read_nbytes:
+        reason = "each token would read the base from its file"
+        events.message(f"no held-out questions are answered: {reason}")
+        return
     check_answers(run_plan.job, run_plan.budget, events)
 
 

@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from packtrain.common.errors import DoesNotFit
 from packtrain.common.events import Events
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.common.text import plural
@@ -98,7 +99,10 @@ class FinishedFinetune:
             self._report_narrow(merge)
         if self.job.valid is None:
             return
-        losses = self._measure_losses(adapter)
+        try:
+            losses = self._measure_losses(adapter)
+        except DoesNotFit as error:
+            return self.events.message(f"the losses are not measured: {error}")
         self.events.message(str(losses))
         has_loss = losses.adapter_loss is not None
         if adapter is not None and has_loss and losses.kept_share < MIN_KEPT_SHARE:

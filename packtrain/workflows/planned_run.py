@@ -12,13 +12,14 @@ from typing import Any
 
 from packtrain import kernels
 from packtrain.common.errors import InputError
+from packtrain.common.mapped_file import limited_pages
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.option_rules import check_rules, refuse_changed
 from packtrain.common.options import WITH_OPTIMIZER, flag, resumable_names
 from packtrain.common.text import clock, plural
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.distributed import current_world
-from packtrain.engine.backends import HOST, cpu
+from packtrain.engine.backends import CPU, HOST, cpu
 from packtrain.engine.memory_plan import size_text
 from packtrain.engine.optim import OPTIMIZERS
 from packtrain.planner import budget as budgets
@@ -32,6 +33,7 @@ from packtrain.planner.plan_request import OFFLOAD_MODES, PlanRequest
 from packtrain.planner.plan_table import memory_rows, plan_data, plan_text
 from packtrain.planner.plan_view import chart_svg
 from packtrain.planner.rank_exchange import ExchangeTimes, shared
+from packtrain.planner.resident_limit import file_rate, plan_within_resident
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import TrainingPlans, packed_weight_types
 from packtrain.training.checkpoints import TrainingCheckpoint, TrainingProgress, load_checkpoint
@@ -165,7 +167,7 @@ def _plan_on_rank(
     shared_decision: tuple[StepShape, bool] | None,
 ) -> PlannedRun:  # fmt: skip
     """Build and plan the job in this process; `shared_decision` is what rank 0 has decided."""
-    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    limit = _private_limit(settings)
     job = _build_checked_job(settings, build_job, report)
     is_packed, optimizer_type = job.shape.base is not None, type(job.optimizer)
     is_aware = job.config.lora is not None and job.config.lora.aware
@@ -185,11 +187,11 @@ def _plan_on_rank(
     target = settings.spread.place_leaves(job.shape, request)
     if settings.gpu_layers == AUTO:
         num_blocks = sum(name.startswith("cache.") for name in target.homes)
-        report(
-            f"--gpu-layers auto: {num_blocks} of {plural(job.shape.config.block_count, 'block')}"
-        )
+        all_blocks = plural(job.shape.config.block_count, "block")
+        report(f"--gpu-layers auto: {num_blocks} of {all_blocks}")
     request = replace(request, target=target)
     job, plans, request = _plan_job(job, request, shared_decision, report)
+    limit = _private_limit(settings, plans.window.nbytes if plans.window else 0)
     min_budget = partial(minimum_budget, job.shape, request, report)
     if plans.refusal:
         min_budget = partial(budgets.enough, plans)
@@ -221,6 +223,8 @@ def _plan_job(
 
     shared_decision  of rank 0: the shape, and whether moments are offloaded; None: decide here
     """
+    if (limit := job.settings.resident_nbytes) is not None:
+        return replace(job, offloaded=False), _plan_in_pages(job, limit, request, report), request
     if shared_decision is not None:
         shape, moments_offloaded = shared_decision
         request = request.offloaded(shape) if moments_offloaded else request
@@ -250,6 +254,26 @@ def _plan_job(
     if best:
         report("the optimizer's moments stay in this process's memory (--offload)")
     return replace(job, offloaded=best), candidates[best], requests[best]
+
+
+def _private_limit(settings: RunSettings, page_nbytes: int = 0) -> int | None:
+    """Return the limit on private memory beside so many bytes of pages; None without one. Raises InputError."""
+    limits = [] if settings.memory is None else [parse_size(settings.memory, "--memory")]
+    if settings.resident_nbytes is not None:
+        limits.append(settings.resident_nbytes - page_nbytes)
+    return min(limits, default=None)
+
+
+def _plan_in_pages(
+    job: TrainingJob, limit: int, request: PlanRequest, report: ReportFunction
+) -> TrainingPlans:
+    """Plan the job with a limit on its private memory and the pages of its base. Raises InputError."""
+    if request.target != CPU or job.shape.world_size > 1:
+        fact = "--resident and --strict need one process on the CPU"
+        raise InputError(f"{fact}; leave them out")
+    with limited_pages(limit):
+        rate = file_rate(job.model.shared().values())
+        return plan_within_resident(job.shape, request, limit, rate, report)
 
 
 def _build_checked_job(

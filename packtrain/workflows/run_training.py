@@ -15,6 +15,7 @@ from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import check_not_read, check_writable, file_lock, write_text
+from packtrain.common.mapped_file import limited_pages
 from packtrain.common.memory import release_memory, total_nbytes
 from packtrain.common.options import ON_ALL_RANKS, flag, resumable_names, to_yaml, yaml
 from packtrain.common.text import clock, plural
@@ -89,10 +90,11 @@ def _execute_plan(
     """Execute a planned run; all work but the steps, by `train`, is done by rank 0."""
     if current_world().rank:
         return train()
-    folder, resume = run_plan.job.settings.folder, run_plan.resume
+    folder, resume, window = run_plan.job.settings.folder, run_plan.resume, run_plan.plans.window
     folder.mkdir(exist_ok=True)
     with file_lock(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
-        result = train()
+        with limited_pages(window.nbytes if window else None):
+            result = train()
         if result.stopped:
             return result
         release_memory()
@@ -101,7 +103,8 @@ def _execute_plan(
         for report_line in _report_lines(result):
             events.message(report_line)
         try:
-            after_steps(run_plan, result.progress, events)
+            with limited_pages(window.nbytes if window else None):
+                after_steps(run_plan, result.progress, events)
         except (KeyboardInterrupt, Interrupted):
             events.notice(f"stopped after the last step, which is saved; finish with: {resume}")
             return replace(result, stopped=True)

@@ -68,9 +68,8 @@ def load_importance(path: Path) -> ImportanceMatrix:
     """Read an importance matrix from a file. Raises InputError if the file is none, or is not sound."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") != "imatrix":
-        raise InputError(
-            f"{path}: this is not an importance matrix; `packtrain imatrix` or llama-imatrix writes one"
-        )
+        fact = f"{path}: this is not an importance matrix"
+        raise InputError(f"{fact}; `packtrain imatrix` or llama-imatrix writes one")
     sums, counts = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name in (value.removesuffix(SUMS) for value in gguf.entries if value.endswith(SUMS)):
         if name + COUNTS not in gguf.entries:

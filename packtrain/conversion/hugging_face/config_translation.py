@@ -58,9 +58,8 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     """Describe the GGUF file of a checkpoint. Raises InputError if packtrain cannot compute what its config says."""
     supported, hf_config = families_by_class(), checkpoint.config
     if checkpoint.model_class not in supported:
-        raise InputError(
-            f"{checkpoint.folder}: {checkpoint.model_class} cannot be converted; supported are {', '.join(supported)}"
-        )
+        fact = f"{checkpoint.folder}: {checkpoint.model_class} cannot be converted"
+        raise InputError(f"{fact}; supported are {', '.join(supported)}")
     for key in LAYER_COUNT_KEYS:
         num_layers, max_layers = hf_config.get(key, 0), len(checkpoint.tensors)
         if type(num_layers) is int and num_layers > max_layers:

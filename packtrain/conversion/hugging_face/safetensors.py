@@ -80,17 +80,15 @@ def open_tensors(folder: Path) -> dict[str, SafetensorsTensor]:
         raise InputError(f"{path}: weight_map must be an object of file names")
     bad_paths = [file_name for file_name in places.values() if Path(file_name).name != file_name]
     if bad_paths:
-        raise InputError(
-            f"{path}: {bad_paths[0]!r} is not a file of this folder; it must be a name without folders"
-        )
+        fact = f"{path}: {bad_paths[0]!r} is not a file of this folder"
+        raise InputError(f"{fact}; it must be a name without folders")
     tensors: dict[str, SafetensorsTensor] = {}
     for file_name in dict.fromkeys(places.values()):
         tensors |= open_file(folder / file_name)
     missing = [name for name in places if name not in tensors]
     if missing:
-        raise InputError(
-            f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX_FILE} lists it"
-        )
+        fact = f"{folder / places[missing[0]]}: tensor {missing[0]} is missing"
+        raise InputError(f"{fact}; {INDEX_FILE} lists it")
     return tensors
 
 

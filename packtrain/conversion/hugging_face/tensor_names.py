@@ -170,9 +170,8 @@ class _Sources:
         wide = (*shape[:1], 1, *shape[1:])  # a convolution has one channel for each filter
         wide = (math.prod(shape),) if flat else wide
         if stored_tensor.shape not in (shape, (1, *shape), wide):  # a matrix of one row is a vector
-            raise InputError(
-                f"{stored_tensor.path}: {name} has shape {[*stored_tensor.shape]}; by config.json it must be {[*shape]}"
-            )
+            fact = f"{stored_tensor.path}: {name} has shape {[*stored_tensor.shape]}"
+            raise InputError(f"{fact}; by config.json it must be {[*shape]}")
         return replace(stored_tensor, shape=shape) if stored_tensor.shape == wide else stored_tensor
 
     def check_all_used(self) -> None:

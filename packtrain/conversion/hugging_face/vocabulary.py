@@ -204,9 +204,8 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
     """Return the values for a tokenizer.json: byte-level BPE, or SentencePiece's BPE with scores and maybe merges."""
     path, tokenizer_json, steps = table.path, table.fast, table.steps
     if steps is None:
-        raise InputError(
-            f"{table.folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
-        )
+        fact = f"{table.folder}: there is no tokenizer.model and no tokenizer.json"
+        raise InputError(f"{fact}; a model needs a vocabulary")
     bpe_model = tokenizer_json["model"]
     vocabulary, merges, use_pieces = bpe_model["vocab"], steps.merges, steps.use_pieces
     # scores are the ranks of merges, so that merges survive; llama.cpp's converter writes -1000 for all

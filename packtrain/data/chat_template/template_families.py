@@ -117,9 +117,8 @@ def load_template(name_or_path: str) -> str:
     if name_or_path in TEMPLATES or "{{" in name_or_path or "{%" in name_or_path:
         return TEMPLATES.get(name_or_path, name_or_path)
     if not Path(name_or_path).is_file():
-        raise InputError(
-            f"--chat-template: {name_or_path} is no file, and no known template; these are {', '.join(TEMPLATES)}"
-        )
+        fact = f"--chat-template: {name_or_path} is no file, and no known template"
+        raise InputError(f"{fact}; these are {', '.join(TEMPLATES)}")
     try:
         return require_existing(name_or_path, "--chat-template").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

@@ -143,9 +143,8 @@ def find_file(folder: Path, *names: str) -> Path | None:
     paths = [folder / f"{name}{suffix}" for name in names for suffix in text_streams.DATA_SUFFIXES]
     existing_paths = [path for path in paths if path.is_file()]
     if len(existing_paths) > 1:
-        raise InputError(
-            f"--data: {folder} has {existing_paths[0].name} and {existing_paths[1].name}; keep one"
-        )
+        fact = f"--data: {folder} has {existing_paths[0].name} and {existing_paths[1].name}"
+        raise InputError(f"{fact}; keep one")
     return require_existing(existing_paths[0], "--data") if existing_paths else None
 
 

@@ -90,9 +90,8 @@ class _JsonArray:
                 self._move_to(self.at + 1)
         self._move_to(self.at + 1)
         if self._next_character():
-            raise InputError(
-                f"{self.path}: line {self.line}: text follows the end of the array; {self.example}"
-            )
+            fact = f"{self.path}: line {self.line}: text follows the end of the array"
+            raise InputError(f"{fact}; {self.example}")
 
     def _read_value(self) -> Any:
         while True:

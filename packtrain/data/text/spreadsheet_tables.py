@@ -32,9 +32,8 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
     report.header = location
     if header and report.requested_fields and all(c.isdecimal() for c in report.requested_fields):
         if renamed := renaming(header, fields_of([name.strip().lower() for name in header], {})):
-            raise InputError(
-                f"--columns: {location} is a header: {renamed}; leave --columns out, or name its columns"
-            )
+            fact = f"--columns: {location} is a header: {renamed}"
+            raise InputError(f"{fact}; leave --columns out, or name its columns")
         rows = chain([(location, header)], rows)
         header = [str(column_number) for column_number in range(1, len(header) + 1)]
         report.remarks.append("row 1 is a record, as --columns has numbers")
@@ -43,9 +42,8 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
     lower_names = [name.lower() for name in names]  # spreadsheets capitalize names
     duplicate = next((name for name in lower_names if name and lower_names.count(name) > 1), None)
     if duplicate is not None:
-        raise InputError(
-            f"{location} names the field {duplicate} twice; each column needs its own name"
-        )
+        fact = f"{location} names the field {duplicate} twice"
+        raise InputError(f"{fact}; each column needs its own name")
     absent = next((column for column in report.requested_fields if column not in lower_names), None)
     if header and absent is not None:
         available = shortlist(report.column_names)
@@ -137,8 +135,7 @@ def _split_lines(path: Path) -> Iterator[str]:
             line_start, line_number = match.end(), line_number + 1
         buffer = buffer[line_start:]
         if len(buffer) > MAX_LINE_LENGTH:
-            raise InputError(
-                f"{path}: line {line_number} is longer than {MAX_LINE_LENGTH:,} characters; this is not a CSV file"
-            )
+            fact = f"{path}: line {line_number} is longer than {MAX_LINE_LENGTH:,} characters"
+            raise InputError(f"{fact}; this is not a CSV file")
     if buffer:
         yield buffer

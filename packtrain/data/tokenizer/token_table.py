@@ -82,9 +82,8 @@ class TokenTable:
         self.index = _index_tokens(self.tokens)
         for id in np.flatnonzero(token_types == BYTE).tolist():
             if not BYTE_NAME.fullmatch(self.tokens[id]):
-                raise TokenizerError(
-                    f"token {id} is of type byte and {self.tokens[id]!r}; it must be <0x00> to <0xFF>"
-                )
+                fact = f"token {id} is of type byte and {self.tokens[id]!r}"
+                raise TokenizerError(f"{fact}; it must be <0x00> to <0xFF>")
         self.bos = self._id(metadata, "bos", defaults.get("bos"))
         self.eos = self._id(metadata, "eos", defaults.get("eos"))
         self.unk = self._id(metadata, "unknown", defaults.get("unk"))
@@ -204,9 +203,8 @@ def read_numbers(metadata: Mapping[str, Any], name: str, num_tokens: int) -> np.
     if values.ndim != 1 or values.dtype.kind not in "iuf" or np.isnan(values).any():
         raise TokenizerError(f"{KEYS}{name} is no array of numbers")
     if len(values) != num_tokens:
-        raise TokenizerError(
-            f"{KEYS}{name} has {len(values)} values and {KEYS}tokens {num_tokens}; both must have one for each token"
-        )
+        fact = f"{KEYS}{name} has {len(values)} values and {KEYS}tokens {num_tokens}"
+        raise TokenizerError(f"{fact}; both must have one for each token")
     return values
 
 

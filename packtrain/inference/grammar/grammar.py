@@ -39,7 +39,6 @@ class Grammar:
         self._check_matcher("it cannot be used")
         if not self.is_complete and not can_begin:
             raise InputError("grammar: no token of this vocabulary can begin a text that it allows")
-        self._fresh = self._matcher.deep_copy()
         self.awaits_trigger = bool(words or tokens)
         self._is_lazy, self._accepted_ids = self.awaits_trigger, list[int]()
 
@@ -107,19 +106,6 @@ class Grammar:
                 raise InputError(f"grammar: token {id} cannot come, the text is over")
             self._matcher.consume_token(id)
             self._check_matcher(f"token {id} cannot come here")
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` tokens."""
-        if not num_tokens:
-            return
-        retained_ids = self._accepted_ids[:-num_tokens]
-        self._accepted_ids = [*retained_ids]
-        if not self._is_lazy:
-            self._matcher.rollback(num_tokens)
-            return
-        self._matcher, self.awaits_trigger, self._accepted_ids = self._fresh.deep_copy(), True, []
-        for id in retained_ids:
-            self.accept(id)
 
     def _check_trigger(self, id: int) -> None:
         """Begin the grammar at the trigger, if token `id` completes it."""

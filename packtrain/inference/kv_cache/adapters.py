@@ -22,9 +22,8 @@ class AdapterScales:
         num_adapters = self.scales.shape[1]
         for num_scales in map(len, scales_by_seq):
             if num_scales != num_adapters:
-                raise ContextError(
-                    f"{num_scales} scales of adapters are given; there are {num_adapters} to choose"
-                )
+                fact = f"{num_scales} scales of adapters are given"
+                raise ContextError(f"{fact}; there are {num_adapters} to choose")
         for seq, seq_scales in zip(seqs, scales_by_seq, strict=False):
             self.scales[seq] = seq_scales
 

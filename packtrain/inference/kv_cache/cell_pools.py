@@ -186,9 +186,8 @@ class CellPools:
                 return idle_seqs[:num_purged]
             except CacheFull as error:
                 full_error = error
-        raise CacheFull(
-            f"{plural(len(seqs), 'token')} wanted: {full_error}; remove or release a sequence, or give more cells"
-        )
+        fact = f"{plural(len(seqs), 'token')} wanted: {full_error}"
+        raise CacheFull(f"{fact}; remove or release a sequence, or give more cells")
 
     def inputs(
         self, piece: PlacedTokens, size: int, *, flash: bool = True

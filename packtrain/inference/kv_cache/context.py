@@ -153,9 +153,8 @@ class Context:
         seqs_by_token = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
         seq_sets = [(x,) if isinstance(x, int | np.integer) else tuple(x) for x in seqs_by_token]
         if not seq_sets or len(seq_sets) != len(tokens) or not all(seq_sets):
-            raise ContextError(
-                f"there are {len(tokens)} tokens and sequences for {len(seq_sets)}; each token needs one"
-            )
+            fact = f"there are {len(tokens)} tokens and sequences for {len(seq_sets)}"
+            raise ContextError(f"{fact}; each token needs one")
         all_integers = all(isinstance(token, int | np.integer) for token in tokens)
         if not all_integers or not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
             raise ContextError(f"tokens are whole numbers from 0 to {self.config.vocab_size - 1}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain.common.errors import DoesNotFit
+from packtrain.common.mapped_file import mapped_file
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.memory_plan import make_plan, size_text
@@ -36,17 +37,9 @@ def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, n
     leaf_nbytes: int = sum(
         leaf.spec.nbytes for name, leaf in private_leaves.items() if name not in shared
     )
-    vectors = sum(value.nbytes for value in shared.values() if not is_mapped(value))
+    vectors = sum(value.nbytes for value in shared.values() if not mapped_file(value))
     num_steps = sum(len(placed.steps) for placed in placed_graphs.values())
     return arena_nbytes + leaf_nbytes + vectors + CALL_NBYTES * num_steps
-
-
-def is_mapped(value: np.ndarray) -> bool:
-    """Return whether an array is a view of a mapped file."""
-    base_array: object = value
-    while isinstance(base_array, np.ndarray) and not isinstance(base_array, np.memmap):
-        base_array = base_array.base
-    return base_array is not None
 
 
 def windows_nbytes(config: Config, cache: CacheLayout, num_checkpoints: int) -> int:

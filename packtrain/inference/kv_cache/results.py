@@ -76,9 +76,8 @@ class RowResults:
         if chains is None:
             return cls([sampling.SamplerCut()] * num_rows)
         if len(chains) != num_rows:
-            raise ContextError(
-                f"{plural(num_rows, 'result')} wanted, {plural(len(chains), 'chain')} given; each result needs one"
-            )
+            fact = f"{plural(num_rows, 'result')} wanted, {plural(len(chains), 'chain')} given"
+            raise ContextError(f"{fact}; each result needs one")
         tokens_before = Counter[int]()
         sampler_cuts = list[sampling.SamplerCut]()
         for chain in chains:

@@ -145,9 +145,8 @@ def named(sampler_name: str) -> str:
     sampler = canonical_names.get(normalized.replace("-", "").replace("_", ""))
     if sampler is None:
         suggestion = did_you_mean(normalized, SAMPLER_ORDER)
-        raise InputError(
-            f"--samplers: there is no sampler {sampler_name!r}; there are {', '.join(SAMPLER_ORDER)}{suggestion}"
-        )
+        fact = f"--samplers: there is no sampler {sampler_name!r}"
+        raise InputError(f"{fact}; there are {', '.join(SAMPLER_ORDER)}{suggestion}")
     return sampler
 
 

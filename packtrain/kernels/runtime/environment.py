@@ -108,9 +108,8 @@ def chosen_cpu() -> dict[str, str]:
 def _override_config(cpu_name: str) -> dict[str, str]:
     """Return numba's CPU options for a PACKTRAIN_CPU; code for features that this CPU lacks would end the process."""
     if cpu_name not in CPUS:
-        raise InputError(
-            f"PACKTRAIN_CPU: {cpu_name} is unknown; it must be {' or '.join(CPUS)}, or unset for this CPU"
-        )
+        fact = f"PACKTRAIN_CPU: {cpu_name} is unknown"
+        raise InputError(f"{fact}; it must be {' or '.join(CPUS)}, or unset for this CPU")
     host_features = host_cpu_features().split(",")
     missing_features = [
         name for name in CPUS[cpu_name]["CPU_FEATURES"].split(",") if name not in host_features

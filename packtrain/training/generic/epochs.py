@@ -154,9 +154,8 @@ def _check_labels(trainer: Trainer, data: Dataset) -> None:
     bad_positions = np.argwhere((column < 0) | (column >= num_classes))
     if len(bad_positions):
         at = tuple(bad_positions[0].tolist())
-        raise InputError(
-            f"{name}[{', '.join(map(str, at))}] is {column[at]}; classes are whole numbers from 0 to {num_classes - 1}"
-        )
+        fact = f"{name}[{', '.join(map(str, at))}] is {column[at]}"
+        raise InputError(f"{fact}; classes are whole numbers from 0 to {num_classes - 1}")
 
 
 def _check_column(name: str, column: np.ndarray, spec: Spec, rows: int) -> None:

@@ -83,9 +83,8 @@ class Trainer(StepEngine):
         weights = {n: t for n, t in self.form.leaves.items() if t.kind == "weight"}
         unknown = sorted(values.keys() - weights.keys())
         if unknown:
-            raise InputError(
-                f"values has {unknown[0]}, which is no weight of the model; it has {', '.join(weights)}"
-            )
+            fact = f"values has {unknown[0]}, which is no weight of the model"
+            raise InputError(f"{fact}; it has {', '.join(weights)}")
         for name, leaf in weights.items():
             if name in values:
                 value = np.asarray(values[name])
@@ -177,9 +176,8 @@ class Trainer(StepEngine):
         number = self.done + 1
         bad_names = [name for name, v in batch.items() if len(v) != self.batch]
         if bad_names:
-            raise InputError(
-                f"a step takes {plural(self.batch, 'datapoint')}; {bad_names[0]} has {len(batch[bad_names[0]])}"
-            )
+            fact = f"a step takes {plural(self.batch, 'datapoint')}"
+            raise InputError(f"{fact}; {bad_names[0]} has {len(batch[bad_names[0]])}")
         if not isinstance(self.lr, float | int | np.number) or not math.isfinite(self.lr):
             raise InputError(f"step {number}: the learning rate is {self.lr!r}; it must be finite")
         first = STEP if STEP in self.run else MICRO

@@ -184,9 +184,8 @@ def _iter_records(data: Any, name: str) -> Iterator[dict[str, Any]]:
                 for key, value in record.items()
             }
         else:
-            raise InputError(
-                f"{name}: record {number} is a {type(record).__name__}; it must be a dict or a text"
-            )
+            fact = f"{name}: record {number} is a {type(record).__name__}"
+            raise InputError(f"{fact}; it must be a dict or a text")
 
 
 def _json_value(value: Any, location: str) -> Any:

@@ -1,0 +1,304 @@
+"""Pages of mapped weights: the schedule keeps to its limit and reads little, and runs with it have the same bits."""
+
+import ctypes
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.watched import run_packtrain
+from packtrain.cli.main import main
+from packtrain.common.errors import DoesNotFit
+from packtrain.common.mapped_file import MappedFile, limited_pages, mapped_file
+from packtrain.common.memory import parse_size
+from packtrain.engine.executor import Stopped
+from packtrain.engine.page_window import page_schedule, smallest_window
+from packtrain.inference.kv_cache import Context
+from packtrain.models.adapter_file import read_adapter
+from packtrain.models.model_file import open_model
+from packtrain.planner import resident_limit
+from tests.architectures import random_model
+from tests.kill import sample_chats
+from tests.test_train import said
+
+needs_pages = pytest.mark.skipif(
+    sys.platform != "linux", reason="pages are the system's alone here"
+)
+PAGE = 4096
+
+
+def read_nbytes(reads, sizes, limit: int, runs: int = 4) -> int:
+    """Play runs of a schedule, touching what steps read: at most `limit` stays; return what the last run reads."""
+    schedule, loaded_nbytes = page_schedule(reads, sizes, limit), Counter[int]()
+    turnovers, resident = schedule.turnovers, {name: sizes[name] for name in schedule.at_start}
+    assert sum(resident.values()) <= schedule.peak_nbytes <= limit
+    for run in range(runs):
+        for i, step in enumerate(reads):
+            turnover = turnovers.get(i)
+            for name in turnover.dropped if turnover else ():
+                resident.pop(name, None)
+            for name in turnover.loaded if turnover else ():
+                loaded_nbytes[run] += sizes[name] * (name not in resident)
+                resident[name] = sizes[name]
+            for name, nbytes in step.items():
+                loaded_nbytes[run] += nbytes * (name not in resident)
+                resident.setdefault(name, nbytes)
+            assert sum(resident.values()) <= limit
+    return loaded_nbytes[runs - 1]
+
+
+def lru_nbytes(reads, sizes, limit: int, runs: int = 4) -> int:
+    """What the last run would read if the least recently used weight left first."""
+    resident, loaded_nbytes = dict[str, int](), Counter()
+    for run in range(runs):
+        for step in reads:
+            for name, nbytes in step.items():
+                if name not in resident:
+                    loaded_nbytes[run] += nbytes
+                resident[name] = max(resident.pop(name, 0), nbytes)
+            while sum(resident.values()) > limit:
+                del resident[next(name for name in resident if name not in step)]
+    return loaded_nbytes[runs - 1]
+
+
+def test_the_worked_example_of_the_page():
+    reads = [{name: 1} for name in "abccba"]
+    sizes = dict.fromkeys("abc", 1)
+    assert read_nbytes(reads, sizes, 2) == 2
+    assert read_nbytes(reads, sizes, 3) == 0
+    with pytest.raises(DoesNotFit):
+        page_schedule([{"a": 1, "b": 1}], dict.fromkeys("ab", 1), 1)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_schedule_keeps_to_its_limit_and_reads_no_more_than_others_would(seed):
+    rng = random.Random(seed)
+    names = [f"w{i}" for i in range(rng.randint(1, 12))]
+    sizes = {name: rng.randint(1, 20) for name in names}
+    forward = [
+        rng.sample(names, rng.randint(0, min(2, len(names)))) for _ in range(rng.randint(1, 20))
+    ]
+    order = forward + forward[::-1] if rng.random() < 0.7 else forward
+    reads = [
+        {n: sizes[n] if rng.random() < 0.9 else rng.randint(1, sizes[n]) for n in step}
+        for step in order
+    ]
+    for limit in (
+        smallest_window(reads),
+        rng.randint(smallest_window(reads), sum(sizes.values()) + 1),
+    ):
+        nbytes = read_nbytes(reads, sizes, limit)
+        if all(nbytes == sizes[n] for step in reads for n, nbytes in step.items()):
+            assert nbytes <= lru_nbytes(reads, sizes, limit) * 1.2 + max(sizes.values())
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def resident_nbytes(file: MappedFile) -> int:
+    num_pages = -(-len(file) // PAGE)
+    flags = (ctypes.c_ubyte * num_pages)()
+    address = np.frombuffer(file, np.uint8).ctypes.data
+    assert not ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(address), ctypes.c_size_t(len(file)), flags
+    )
+    return PAGE * sum(flag & 1 for flag in flags)
+
+
+@needs_pages
+def test_pages_are_given_back_and_asked_for(tmp_path: Path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 4096)
+    file = MappedFile(path)
+    array = np.ndarray((64, 4096), np.uint8, file, 8 * PAGE)
+    assert mapped_file(array[2:]) is file and file.byte_range(array[2:]) == (10 * PAGE, 72 * PAGE)
+    assert mapped_file(np.zeros(3)) is None and mapped_file(array.copy()) is None
+    file.release_all()
+    assert resident_nbytes(file) == 0
+    assert array[3, 7] == 7 and resident_nbytes(file) == PAGE
+    file.release(*file.byte_range(array[:2]))
+    assert resident_nbytes(file) == PAGE
+    file.release(12 * PAGE - 1, 12 * PAGE)  # a page that is shared leaves, too
+    assert resident_nbytes(file) == 0
+
+
+# ---- commands --------------------------------------------------------------------------------------------------
+
+FLAGS = [
+    *(
+        "--iters",
+        "3",
+        "--batch-size",
+        "2",
+        "--ctx",
+        "64",
+        "--lora-rank",
+        "4",
+        "--replay",
+        "0",
+        "--val-split",
+        "0.2",
+    ),
+    *("--no-tensorboard", "--merge", "none"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("window")
+    (root / "chats.jsonl").write_text(sample_chats())
+    random_model(root / "base.gguf", "llama")
+    return root
+
+
+@pytest.fixture
+def releases(monkeypatch) -> list[tuple[int, int]]:
+    """The ranges that are given back during a test."""
+    ranges, release = list[tuple[int, int]](), MappedFile.release
+
+    def recorded(self: MappedFile, start: int, stop: int) -> None:
+        ranges.append((start, stop))
+        release(self, start, stop)
+
+    monkeypatch.setattr(MappedFile, "release", recorded)
+    return ranges
+
+
+def tuning(folder: Path, output: Path, *flags: str) -> list[str]:
+    data = str(folder / "chats.jsonl")
+    return [
+        "finetune",
+        str(folder / "base.gguf"),
+        "--data",
+        data,
+        "-o",
+        str(output),
+        *FLAGS,
+        *flags,
+    ]
+
+
+@pytest.fixture
+def smallest_windows(monkeypatch):
+    """Windows have room for what one call reads, whatever the limit leaves."""
+    window = resident_limit._window
+    monkeypatch.setattr(
+        resident_limit, "_window", lambda plans, nbytes, rate: window(plans, 0, rate)
+    )
+
+
+@needs_pages
+@pytest.mark.parametrize("flags", [["--resident", "400MiB"], ["--memory", "400MiB", "--strict"]])
+def test_a_run_in_a_window_over_its_base_has_the_same_bits(
+    folder, tmp_path, releases, smallest_windows, capsys, flags
+):
+    assert main(tuning(folder, tmp_path / "free.gguf")) == 0
+    assert not releases
+    assert main(tuning(folder, tmp_path / "window.gguf", *flags)) == 0
+    plan, text = json.loads((tmp_path / "window.run/plan.json").read_text()), "".join(said(capsys))
+    assert "no held-out questions are answered" in text
+    assert plan["window_bytes"] < plan["mapped_bytes"] / 2 and len(releases) > 50
+    assert re.search(r"of the base, which has .* MiB; a step reads .* MiB from its file", text)
+    free, window = (
+        read_adapter(tmp_path / f"{name}.gguf").lora_pairs for name in ("free", "window")
+    )
+    for name, pair in free.items():
+        assert all(map(np.array_equal, pair, window[name])), name
+
+
+@needs_pages
+def test_a_window_that_is_too_small_is_refused_with_a_size_that_runs(folder, tmp_path):
+    def run_within(size: str) -> subprocess.CompletedProcess[str]:
+        command = tuning(folder, tmp_path / "a.gguf", "--resident", size, "--check-answers", "0")
+        program = [sys.executable, "-m", "packtrain", *command]
+        return subprocess.run(program, capture_output=True, text=True, timeout=300)
+
+    refused = run_within("20MiB")
+    assert refused.returncode == 3 and "does not fit into --resident 20.0 MiB" in refused.stderr
+    (size,) = re.findall(r"about (\d+MiB) would do", refused.stderr)
+    done = run_within(size)
+    assert done.returncode == 0, done.stderr
+    end = json.loads((tmp_path / "a.run/metrics.jsonl").read_text().splitlines()[-1])
+    assert end["peak_bytes"] <= end["planned_bytes"]
+
+
+@needs_pages
+def test_a_command_stays_within_its_limit_from_outside(tmp_path):
+    """Private memory of all processes and pages of the base, from the first moment to the merged file."""
+    base, data, done = tmp_path / "base.gguf", tmp_path / "chats.jsonl", None
+    random_model(base, "llama", feed_forward=16_384)
+    data.write_text(sample_chats())
+    options = [arg for arg in FLAGS if arg not in ("--merge", "none")]
+    for size in ("40MiB", None):
+        size = size or re.findall(r"about (\d+MiB) would do", done.said)[0]
+        output = ["-o", tmp_path / "tuned.gguf", "--resident", size, "--overwrite"]
+        done = run_packtrain("finetune", base, "--data", data, *options, *output, mapped=base)
+    assert done.code == 0, done.said
+    assert done.resident <= parse_size(size, "size") < done.peak + base.stat().st_size * 0.7
+
+
+@needs_pages
+def test_a_run_that_stops_early_leaves_a_known_memory(tmp_path):
+    """The next run releases what the schedule does not begin with, as it cannot know how far the last one came."""
+    random_model(tmp_path / "base.gguf", "llama")
+    model = open_model(tmp_path / "base.gguf")
+    sizes = [entry.nbytes for entry in model.gguf.entries.values()]
+    with limited_pages(2 * max(sizes)):
+        context = Context(model, cells=64)
+    limit = 2 * max(sizes) + 2 * PAGE * len(sizes)
+    file = mapped_file(model.stored()["token_embd.weight"])
+    for stop_after in (10**9, 3, 9, 20, 10**9):
+        calls = iter(range(stop_after))
+        with suppress(Stopped):
+            context.decode([1, 2, 3], stop=lambda calls=calls: next(calls, None) is None)
+        assert resident_nbytes(file) <= limit
+
+
+@needs_pages
+@pytest.mark.parametrize("architecture", ["llama", "llama experts"])
+def test_a_text_is_written_in_a_window_over_its_model(tmp_path, releases, capsys, architecture):
+    """Of a mixture, only the chosen experts are read."""
+    random_model(tmp_path / "base.gguf", architecture)
+    command = [
+        "generate",
+        str(tmp_path / "base.gguf"),
+        "-p",
+        "the",
+        "-n",
+        "8",
+        "-c",
+        "64",
+        "--temp",
+        "0",
+    ]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--resident", "20MiB"]) == 3
+    (size,) = re.findall(r"--resident 20MiB: (\d+MiB) would do", capsys.readouterr().err)
+    assert not releases
+    assert main([*command, "--resident", size]) == 0
+    assert capsys.readouterr().out == text and releases
+
+
+def test_what_a_limit_of_pages_needs(folder, tmp_path, capsys):
+    for flags, sentence in (
+        (["--strict"], "--strict has no effect without --memory"),
+        (
+            ["--resident", "2GiB", "--strict", "--memory", "1GiB"],
+            "--resident has no effect with --strict",
+        ),
+        (
+            ["--resident", "2GiB", "--device", "cpu:1"],
+            "--resident and --strict need one process on the CPU",
+        ),
+        (["--resident", "2GiB", "--full"], "whose weights are private memory"),
+    ):
+        assert main(tuning(folder, tmp_path / "a.gguf", *flags)) == 2
+        assert sentence in said(capsys)[-1]

@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-from packtrain.planner.estimate import chain
 
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.memory_plan import Buffer, Plan, make_plan
@@ -26,6 +25,7 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.planner import cost_model
 from packtrain.planner.checkpointing import RecomputeChoice
+from packtrain.planner.drafts import chain
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.speed_probe import measure_rates
 from packtrain.planner.step_shape import StepShape

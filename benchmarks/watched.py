@@ -1,8 +1,6 @@
 """A command, watched from outside: exit code, output, seconds, and its most private memory with its children."""
 
 import contextlib
-import ctypes
-import mmap
 import os
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import psutil
 
 from packtrain.common.mapped_file import MappedFile
@@ -55,22 +52,6 @@ class WatchedRun(NamedTuple):
     resident: int = 0
 
 
-class WatchedFile:
-    """A file whose resident pages are counted, those of all processes together."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = MappedFile(path)
-        self.file.release_all()  # what another program left in memory is not the command's
-        self.flags = np.zeros(-(-len(self.file) // mmap.PAGESIZE), np.uint8)
-        self.address = np.frombuffer(self.file, np.uint8).ctypes.data
-
-    def resident_nbytes(self) -> int:
-        address, flags = ctypes.c_void_p(self.address), ctypes.c_void_p(self.flags.ctypes.data)
-        if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(self.file)), flags):
-            raise OSError("mincore failed")
-        return int((self.flags & 1).sum()) * mmap.PAGESIZE
-
-
 def run_watched(
     *command: object, typed: str = "", variables: Mapping[str, str] = {}, mapped: Path | None = None
 ) -> WatchedRun:
@@ -78,7 +59,9 @@ def run_watched(
 
     mapped  a file whose pages in memory are watched, too
     """
-    watched_file, pages, resident = mapped and WatchedFile(mapped), 0, 0
+    watched_file, pages, resident = mapped and MappedFile(mapped), 0, 0
+    if watched_file:
+        watched_file.release_all()  # what another program left in memory is not the command's
     with ExitStack() as stack:
         stdin_file, *outputs = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
         stdin_file.write(typed)

@@ -1,6 +1,5 @@
 """Pages of mapped weights: the schedule keeps to its limit and reads little, and runs with it have the same bits."""
 
-import ctypes
 import json
 import random
 import re
@@ -18,6 +17,7 @@ from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit
 from packtrain.common.mapped_file import MappedFile, limited_pages, mapped_file
 from packtrain.common.memory import parse_size
+from packtrain.engine import page_window
 from packtrain.engine.executor import Stopped
 from packtrain.engine.page_window import page_schedule, smallest_window
 from packtrain.inference.kv_cache import Context
@@ -102,16 +102,6 @@ def test_a_schedule_keeps_to_its_limit_and_reads_no_more_than_others_would(seed)
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def resident_nbytes(file: MappedFile) -> int:
-    num_pages = -(-len(file) // PAGE)
-    flags = (ctypes.c_ubyte * num_pages)()
-    address = np.frombuffer(file, np.uint8).ctypes.data
-    assert not ctypes.CDLL(None).mincore(
-        ctypes.c_void_p(address), ctypes.c_size_t(len(file)), flags
-    )
-    return PAGE * sum(flag & 1 for flag in flags)
-
-
 @needs_pages
 def test_pages_are_given_back_and_asked_for(tmp_path: Path):
     path = tmp_path / "weights"
@@ -121,12 +111,12 @@ def test_pages_are_given_back_and_asked_for(tmp_path: Path):
     assert mapped_file(array[2:]) is file and file.byte_range(array[2:]) == (10 * PAGE, 72 * PAGE)
     assert mapped_file(np.zeros(3)) is None and mapped_file(array.copy()) is None
     file.release_all()
-    assert resident_nbytes(file) == 0
-    assert array[3, 7] == 7 and resident_nbytes(file) == PAGE
+    assert file.resident_nbytes() == 0
+    assert array[3, 7] == 7 and file.resident_nbytes() == PAGE
     file.release(*file.byte_range(array[:2]))
-    assert resident_nbytes(file) == PAGE
+    assert file.resident_nbytes() == PAGE
     file.release(12 * PAGE - 1, 12 * PAGE)  # a page that is shared leaves, too
-    assert resident_nbytes(file) == 0
+    assert file.resident_nbytes() == 0
 
 
 # ---- commands --------------------------------------------------------------------------------------------------
@@ -245,6 +235,20 @@ def test_a_command_stays_within_its_limit_from_outside(tmp_path):
 
 
 @needs_pages
+def test_a_file_whose_pages_stay_is_refused(folder, tmp_path, monkeypatch, capsys):
+    """Another program may use them, or they are on a file system in memory."""
+    monkeypatch.setattr(MappedFile, "release", lambda self, start, stop: None)
+    base, command = folder / "base.gguf", ["generate", "-p", "the", "-n", "2", "-c", "64"]
+    MappedFile(base).prefetch(0, base.stat().st_size)
+    assert np.fromfile(base, np.uint8).any()
+    assert main([*command, str(base), "--resident", "20MiB"]) == 3
+    (size,) = re.findall(r"--resident 20MiB: (\d+MiB) would do", capsys.readouterr().err)
+    monkeypatch.setattr(page_window, "in_pages", lambda nbytes: nbytes)
+    assert main([*command, str(base), "--resident", f"{int(size[:-3]) - 4}MiB"]) == 3
+    assert "keeps its pages; --resident cannot limit them" in capsys.readouterr().err
+
+
+@needs_pages
 def test_a_run_that_stops_early_leaves_a_known_memory(tmp_path):
     """The next run releases what the schedule does not begin with, as it cannot know how far the last one came."""
     random_model(tmp_path / "base.gguf", "llama")
@@ -258,7 +262,7 @@ def test_a_run_that_stops_early_leaves_a_known_memory(tmp_path):
         calls = iter(range(stop_after))
         with suppress(Stopped):
             context.decode([1, 2, 3], stop=lambda calls=calls: next(calls, None) is None)
-        assert resident_nbytes(file) <= limit
+        assert file.resident_nbytes() <= limit
 
 
 @needs_pages

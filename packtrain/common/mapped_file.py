@@ -1,5 +1,6 @@
 """Files mapped to be read, whose pages can be asked for and given back."""
 
+import ctypes
 import mmap
 import os
 import sys
@@ -58,6 +59,14 @@ class MappedFile(mmap.mmap):
             with suppress(OSError):  # pages of a new file stay until they are on the disk
                 os.fsync(self.descriptor)
             self.release(0, len(self))
+
+    def resident_nbytes(self) -> int:
+        """Return the bytes of its pages in memory, whoever reads them. Raises OSError."""
+        flags = np.zeros(-(-len(self) // mmap.PAGESIZE), np.uint8)
+        addresses = (ctypes.c_void_p(a.ctypes.data) for a in (np.frombuffer(self, np.uint8), flags))
+        if ctypes.CDLL(None).mincore(next(addresses), ctypes.c_size_t(len(self)), next(addresses)):
+            raise OSError(f"{self.path}: mincore failed")
+        return int((flags & 1).sum()) * mmap.PAGESIZE
 
 
 FileRange = tuple[MappedFile, int, int]

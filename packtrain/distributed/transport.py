@@ -51,9 +51,8 @@ def select_device(device: str) -> None:
     cuda, local = import_module("torch").cuda, int(os.environ.get("LOCAL_RANK", 0))
     num_gpus = cuda.device_count() if cuda.is_available() else 0
     if local >= num_gpus:
-        raise InputError(
-            f"--device cuda: process {local + 1} of this machine needs a GPU of its own, and PyTorch finds {num_gpus}"
-        )
+        fact = f"--device cuda: process {local + 1} of this machine needs a GPU of its own"
+        raise InputError(f"{fact}, and PyTorch finds {num_gpus}")
     cuda.set_device(local)
 
 

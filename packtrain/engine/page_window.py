@@ -195,6 +195,9 @@ class PageWindow:
         for file in {file for file, *_ in self.ranges.values()} - budget.files:
             file.release_all()
             budget.files.add(file)
+            if file.resident_nbytes() > budget.nbytes:
+                fact = f"{file.path}: another program, or a file system in memory, keeps its pages"
+                raise DoesNotFit(f"{fact}; --resident cannot limit them, leave it out")
         if budget.user is not self:
             at_start = {self.ranges[n]: self.sizes[n] for n in self.schedule.at_start}
             unneeded = {r: n for r, n in budget.resident.items() if r not in at_start}

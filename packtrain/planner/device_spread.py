@@ -112,9 +112,8 @@ def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> di
     limits = [parse_size(text.strip(), "--device-memory") for text in memory.split(",")]
     device_spaces = [space for space in spaces if space != HOST]
     if not device_spaces:
-        raise InputError(
-            f"--device-memory: {device} works in the memory of this process, whose limit is --memory"
-        )
+        fact = f"--device-memory: {device} works in the memory of this process"
+        raise InputError(f"{fact}, whose limit is --memory")
     if len(limits) == 1:
         limits *= len(device_spaces)
     if len(limits) != len(device_spaces):
@@ -135,7 +134,6 @@ def _shares(split: str | None, spaces: Sequence[str], limits: dict[str, int]) ->
     except ValueError:
         shares = ()
     if len(shares) != len(spaces) or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise InputError(
-            f"--split {split}: it must be {len(spaces)} numbers such as 3,5, one for each of --device"
-        )
+        fact = f"--split {split}: it must be {len(spaces)} numbers such as 3,5"
+        raise InputError(f"{fact}, one for each of --device")
     return shares

@@ -186,9 +186,8 @@ class StepEngine:
             return None
         diagnosis = engine_step.diagnose() or "it is finite when run again"
         if self.num_bad_steps + 1 == MAX_BAD_STEPS:
-            raise NotFinite(
-                f"{MAX_BAD_STEPS} steps in a row without a finite loss and gradient; {diagnosis}"
-            )
+            fact = f"{MAX_BAD_STEPS} steps in a row without a finite loss and gradient"
+            raise NotFinite(f"{fact}; {diagnosis}")
         self.num_bad_steps += 1
         return diagnosis
 

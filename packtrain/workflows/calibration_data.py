@@ -43,9 +43,8 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
     """Return the rows if they have enough tokens to quantize by. Raises InputError."""
     num_tokens = int((rows.samples.lengths - 1).sum())
     if num_tokens < MIN_TOKENS:
-        raise InputError(
-            f"{data} has {num_tokens:,} tokens, too few to say what a model is for; {MIN_TOKENS:,} are needed"
-        )
+        fact = f"{data} has {num_tokens:,} tokens, too few to say what a model is for"
+        raise InputError(f"{fact}; {MIN_TOKENS:,} are needed")
     return rows
 
 
@@ -78,6 +77,5 @@ def fitting_reading(memory: str | None, readings: Iterable[Reading], work: str) 
         needed_nbytes = used_nbytes + reading.nbytes
         if memory is None or needed_nbytes <= parse_size(memory, "--memory"):
             return reading
-    raise DoesNotFit(
-        f"--memory: {memory} is too small to {work}; the smallest that would do is {mib(needed_nbytes + SPARE_NBYTES)}"
-    )
+    fact = f"--memory: {memory} is too small to {work}"
+    raise DoesNotFit(f"{fact}; the smallest that would do is {mib(needed_nbytes + SPARE_NBYTES)}")

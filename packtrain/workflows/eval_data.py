@@ -147,9 +147,8 @@ def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
     require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:
-            raise InputError(
-                f"--split test: {data} is one file; give a folder with a test file, or no --split"
-            )
+            fact = f"--split test: {data} is one file"
+            raise InputError(f"{fact}; give a folder with a test file, or no --split")
         return data, split or ""
     path_by_split = {name: find_file(data, *names) for name, names in SPLITS.items()}
     split_files = {name: path for name, path in path_by_split.items() if path is not None}

@@ -266,9 +266,8 @@ def cache_dtype(config: Config, type: str) -> Dtype:
     head_widths = (config.cached_heads(i)[1] for i in range(config.block_count))
     unaligned_width = next((width for width in head_widths if width % dtype.block), 0)
     if unaligned_width:
-        raise InputError(
-            f"--cache-type: {dtype} packs {dtype.block} values, and heads have {unaligned_width}; use f16 or f32"
-        )
+        fact = f"--cache-type: {dtype} packs {dtype.block} values, and heads have {unaligned_width}"
+        raise InputError(f"{fact}; use f16 or f32")
     return dtype
 
 

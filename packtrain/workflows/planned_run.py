@@ -375,9 +375,8 @@ def check_effects(settings: RunSettings) -> None:
         if pattern and (
             "ITERATION" not in pattern or "/" in pattern or not pattern.endswith(".gguf")
         ):
-            raise InputError(
-                f"{flag(name)} {pattern}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
-            )
+            fact = f"{flag(name)} {pattern}: it must be a file name with ITERATION in it"
+            raise InputError(f"{fact}, such as model-ITERATION.gguf")
 
 
 def check_validation(settings: RunSettings, validates: bool) -> None:

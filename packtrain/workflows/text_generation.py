@@ -62,9 +62,8 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
         names = *SAMPLING_NAMES, "seed", *CONSTRAINTS, "draft_lookup", "model_draft"
         refuse_changed(settings, names, reason)
     if settings.num_beams and settings.parallel > settings.num_beams:
-        raise InputError(
-            f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
-        )
+        fact = f"--parallel is {settings.parallel}"
+        raise InputError(f"{fact}, and --num-beams {settings.num_beams} follows fewer texts")
     prompt = _read_prompt(settings)
     model = generation_settings.opened(settings, events.message)
     tokenizer = model.tokenizer()

@@ -157,9 +157,8 @@ def _check_inputs(settings: ChooseSettings) -> None:
         if type_name.upper() not in MIXES:
             raise InputError(f"--type {type_name} is unknown; it must be one of {', '.join(MIXES)}")
         if _needs_data(type_name) and settings.calibrate is None:
-            raise InputError(
-                f"--type {type_name} is written only with weights of its columns; give data with --calibrate"
-            )
+            fact = f"--type {type_name} is written only with weights of its columns"
+            raise InputError(f"{fact}; give data with --calibrate")
     input_paths += [file for data_path, _ in data_paths for file in data_files(data_path)]
     check_output(settings.output, "-o", input_paths, settings.overwrite)
 

@@ -118,9 +118,8 @@ class CharacterMap:
         raw = charsmap.astype(np.uint8).tobytes()
         trie_nbytes = int.from_bytes(raw[:4], "little")
         if raw and not 4 + trie_nbytes < len(raw):
-            raise TokenizerError(
-                f"{KEYS}precompiled_charsmap has {len(raw)} bytes, and its array of {trie_nbytes} does not fit in"
-            )
+            fact = f"{KEYS}precompiled_charsmap has {len(raw)} bytes"
+            raise TokenizerError(f"{fact}, and its array of {trie_nbytes} does not fit in")
         self._nodes: list[int] = np.frombuffer(raw[4 : 4 + trie_nbytes // 4 * 4], "<u4").tolist()
         self._replacement_texts = raw[4 + trie_nbytes :]
 

@@ -71,9 +71,8 @@ class FitRecorder:
         other = [name for name, value in self.about.items() if checkpoint.about.get(name) != value]
         if other:
             name = other[0]
-            raise InputError(
-                f"{checkpoint.path}: it was trained with {name} {checkpoint.about.get(name)}, not {self.about[name]}"
-            )
+            fact = f"{checkpoint.path}: it was trained with {name} {checkpoint.about.get(name)}"
+            raise InputError(f"{fact}, not {self.about[name]}")
         for name in self.trainer.saved:
             self.trainer.session.set({name: checkpoint.array(name)})
         self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step

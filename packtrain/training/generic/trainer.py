@@ -205,9 +205,8 @@ class Trainer(StepEngine):
         """Raise NotFinite if the last step was skipped, because its loss or gradient was not finite."""
         if self.num_bad_steps:
             bad_steps = plural(self.num_bad_steps, "step")
-            raise NotFinite(
-                f"step {self.done}: the loss or gradient is not finite, as of {bad_steps} at the end"
-            )
+            fact = f"step {self.done}: the loss or gradient is not finite"
+            raise NotFinite(f"{fact}, as of {bad_steps} at the end")
 
     def _graph_inputs(self, graph: str, batch: Arrays, batch_number: int) -> dict[str, Any]:
         """Return the inputs that a graph reads: columns of the batch, and inputs that are not data."""

@@ -43,13 +43,13 @@ def plan() -> None:
     """The smallest plan of the 8B shape: additions to every matrix of the blocks, all matrices in Q4_K."""
     ranks = tuple((f"blk.*.{part}.weight", 8) for part in PARTS)
     matrices = (n for n, leaf in transformer.weights(LLAMA_8B).items() if len(leaf.shape) > 1)
-    base = BaseModel(tuple((name, BLOCK_TYPES["q4_K"]) for name in matrices), strict=True)
+    base = BaseModel(tuple((name, BLOCK_TYPES["q4_K"]) for name in matrices))
     tuned = replace(LLAMA_8B, lora=Lora(ranks, alpha=16.0))
     shape = StepShape(tuned, 1, 2048, max_norm=1.0, evaluate=False, base=base)
     request = PlanRequest(AdamW(), measure_rates()[0], 150 * MIB)
     candidate = PlanSearch(request).smallest_of([replace(shape, chunk=16)])
     plans = request.make_plans(candidate.shape)
-    total = request.peak_nbytes(plans)
+    total = request.peak_nbytes(plans) + plans.mapped_nbytes
     print(
         f"8B in Q4_K, rank 8, 1 × 2,048 tokens: {total / GIB:.2f} GiB with its base of {plans.mapped_nbytes / GIB:.2f}"
         f" GiB; arena {plans.arena_nbytes / GIB:.2f} GiB, expected {plans.step_seconds(request.rates):.0f} s a step"

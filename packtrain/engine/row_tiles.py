@@ -257,10 +257,11 @@ def _executed(arena, program, arrays):
 class _TileMemory:
     """Stands in for a Session: leaves in the arrays of a call, and the arena in its workspace."""
 
-    generation = 0
+    generation, pages = 0, None
 
     def __init__(self, arrays, arena):
-        self.arrays, self.arena = arrays, arena.view(np.uint8)
+        self.arrays = self.shared = arrays
+        self.arena = arena.view(np.uint8)
 
     def array(self, t):
         array = self.arrays[t.base.label] if t.base.value is None else t.base.value

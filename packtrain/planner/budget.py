@@ -92,10 +92,7 @@ def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
     """Search plans within the limits; also return a change of settings that would fit if none do."""
-    limits, (run_search, nbytes) = dict(request.limits), _place_search(shape, request)
-    if run_search is not run_in_child:
-        nbytes_now = private_nbytes() + request.kernels.pending_nbytes
-        request = replace(request, baseline_nbytes=nbytes_now)
+    limits = dict(request.limits)
     if HOST in limits:
         limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
     shown_limit = limits.get(request.target.space, min(limits.values()))
@@ -106,6 +103,10 @@ def search_plans(
 
     search_nbytes, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in limits}
     for _ in range(MAX_SEARCHES):
+        run_search, nbytes = _place_search(shape, request)  # kernels may be loaded since the last
+        if run_search is not run_in_child:
+            nbytes_now = private_nbytes() + request.kernels.pending_nbytes
+            request = replace(request, baseline_nbytes=nbytes_now)
         search_nbytes = max(search_nbytes, private_nbytes() + nbytes)
         reduced = {space: limit - reserves[space] for space, limit in limits.items()}
         reduced_request = replace(request, limits=reduced)

@@ -21,6 +21,7 @@ from packtrain.common.memory import parse_size
 from packtrain.engine import page_window
 from packtrain.engine.executor import Stopped
 from packtrain.engine.page_window import page_schedule, smallest_window
+from packtrain.gguf import GGUF, write_gguf
 from packtrain.inference.kv_cache import Context
 from packtrain.models.adapter_file import read_adapter
 from packtrain.models.model_file import open_model
@@ -128,6 +129,20 @@ def test_pages_are_given_back_and_asked_for(tmp_path: Path):
     assert file.resident_nbytes() == PAGE
     file.release(12 * PAGE - 1, 12 * PAGE)  # a page that is shared leaves, too
     assert file.resident_nbytes() == 0
+
+
+@needs_pages
+def test_pages_of_tensors_that_are_copied_are_given_back(tmp_path):
+    """A thread of its own writes them, and only then may they leave."""
+    random_model(tmp_path / "base.gguf", "llama")
+    base = GGUF(tmp_path / "base.gguf")
+    tensors = {name: base.array(name) for name in base.entries}
+    file = mapped_file(tensors["token_embd.weight"])
+    file.release_all()
+    with limited_pages(1 << 20):
+        write_gguf(tmp_path / "copy.gguf", base.values, tensors)
+    assert file.resident_nbytes() <= 8 * PAGE
+    assert (tmp_path / "copy.gguf").stat().st_size == base.nbytes
 
 
 # ---- commands --------------------------------------------------------------------------------------------------
@@ -300,6 +315,18 @@ def test_a_text_is_written_in_a_window_over_its_model(tmp_path, releases, capsys
     assert not releases
     assert main([*command, "--resident", size]) == 0
     assert capsys.readouterr().out == text and releases
+
+
+@needs_pages
+def test_a_window_is_no_larger_than_the_base_and_leaves_the_rest_to_the_run(
+    folder, tmp_path, capsys
+):
+    """Or the merge and the check of answers would have no memory."""
+    assert main(tuning(folder, tmp_path / "a.gguf", "--resident", "2GiB")) == 0
+    plan = json.loads((tmp_path / "a.run/plan.json").read_text())
+    assert plan["window_bytes"] < plan["mapped_bytes"] * 1.1
+    assert plan["budget_bytes"] == (2 << 30) - plan["window_bytes"]
+    assert "no held-out questions are answered" not in "".join(said(capsys))
 
 
 def test_what_a_limit_of_pages_needs(folder, tmp_path, capsys):

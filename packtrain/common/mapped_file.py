@@ -63,8 +63,8 @@ class MappedFile(mmap.mmap):
     def resident_nbytes(self) -> int:
         """Return the bytes of its pages in memory, whoever reads them. Raises OSError."""
         flags = np.zeros(-(-len(self) // mmap.PAGESIZE), np.uint8)
-        addresses = (ctypes.c_void_p(a.ctypes.data) for a in (np.frombuffer(self, np.uint8), flags))
-        if ctypes.CDLL(None).mincore(next(addresses), ctypes.c_size_t(len(self)), next(addresses)):
+        data = np.frombuffer(self, np.uint8)
+        if ctypes.CDLL(None).mincore(data.ctypes, ctypes.c_size_t(len(self)), flags.ctypes):
             raise OSError(f"{self.path}: mincore failed")
         return int((flags & 1).sum()) * mmap.PAGESIZE
 

@@ -4,6 +4,7 @@ import struct
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -124,7 +125,8 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbyt
         np.empty(min(2 * max_pending_nbytes, MAX_REUSED_NBYTES), np.uint8)
     pending_nbytes, has_started = 0, False
     try:
-        start_new_thread(_write_queued, (file, piece_queue, written_queue))
+        arguments = _write_queued, file, piece_queue, written_queue
+        start_new_thread(copy_context().run, arguments)  # the thread knows the limit of pages
         has_started = True
         for piece in pieces:
             while pending_nbytes and pending_nbytes + piece.nbytes > max_pending_nbytes:

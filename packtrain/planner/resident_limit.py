@@ -60,7 +60,7 @@ def plan_within_resident(
 
 
 def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
-    """Return the window of so many bytes, or the smallest that the plans need if that is more."""
+    """Return the window of so many bytes: at least what a call reads, at most the base."""
     sizes = {
         name: in_pages(leaf.spec.nbytes)
         for name, leaf in plans.leaves.items()
@@ -68,7 +68,7 @@ def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
     }
     reads = {name: weight_reads(placed, sizes) for name, placed in plans.placed_graphs.items()}
     call_nbytes = max(map(smallest_window, reads.values()))
-    nbytes = max(nbytes, call_nbytes)
+    nbytes = max(min(nbytes, sum(sizes.values())), call_nbytes)
     read_nbytes = sum(
         num_runs * page_schedule(reads[name], sizes, nbytes).loaded_nbytes
         for name, num_runs in runs(plans.shape).items()

@@ -162,11 +162,9 @@ def dropout_cpu(y, x, key, *, p, stream):
 @dropout.kernel("torch")
 def dropout_torch(y, x, key, *, p, stream):
     mixed_key, y, x = key_of(key, stream), y.view(-1), x.view(-1)
-    first = _first_element(key, len(x))
+    first, threshold = _first_element(key, len(x)), float(np.float32(p))
     for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
-        is_dropped = uniform(mixed_key, first + chunk_start, first + chunk_end) < float(
-            np.float32(p)
-        )
+        is_dropped = uniform(mixed_key, first + chunk_start, first + chunk_end) < threshold
         torch.mul(x[chunk_start:chunk_end], 1 / (1 - p), out=y[chunk_start:chunk_end])
         y[chunk_start:chunk_end].masked_fill_(is_dropped, 0)
 

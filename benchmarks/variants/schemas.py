@@ -199,9 +199,8 @@ def closed(root: Schema, one: Schema, part: bool = False) -> Schema:
         key: [closed(root, value, not is_separate) for value in one[key]] for key in inner
     }
     parts = parts_of(root, one)
-    is_restricted = any("additionalProperties" in p for p in parts) or not any(
-        "properties" in p for p in parts
-    )
+    names_keys = any({"properties", "patternProperties"} & p.keys() for p in parts)
+    is_restricted = any("additionalProperties" in p for p in parts) or not names_keys
     return (
         closed_schema
         if part or is_restricted or is_separate

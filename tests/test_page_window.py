@@ -353,6 +353,30 @@ def test_what_a_limit_of_pages_needs(folder, tmp_path, capsys):
 
 
 @needs_pages
+def test_a_loss_is_measured_in_a_window_over_its_model(tmp_path):
+    base, text, sizes, losses = tmp_path / "base.gguf", tmp_path / "text.txt", ["20MiB"], []
+    random_model(base, "llama", feed_forward=16_384)
+    text.write_text("the sun and the sea and the ice. " * 40)
+    command = "eval", base, "--data", text, "-c", "64"
+    refused = run_packtrain(*command, "--resident", sizes[0])
+    sizes += re.findall(r"--resident 20MiB: (\d+MiB) would do", refused.said)
+    for flags in ([], ["--resident", sizes[-1]]):
+        done = run_packtrain(*command, *flags, mapped=base)
+        assert done.code == 0, done.said
+        losses.append(done.out)
+    assert losses[0] == losses[1] and "perplexity" in losses[0]
+    assert done.resident <= parse_size(sizes[1], "size") < done.peak + base.stat().st_size * 0.7
+
+
+def test_a_loss_in_a_window_is_that_of_one_model(folder, capsys):
+    base, data = str(folder / "base.gguf"), str(folder / "chats.jsonl")
+    assert main(["eval", base, data, "--data", data, "--resident", "1GiB"]) == 2
+    assert "--resident is for one model; measure one at a time" in "".join(said(capsys))
+    assert main(["eval", base, "--data", data, "--cache-type", "f16", "--resident", "1GiB"]) == 2
+    assert "--resident has no effect with --cache-type" in "".join(said(capsys))
+
+
+@needs_pages
 def test_a_server_answers_in_a_window_over_its_model(tmp_path):
     base, texts, sizes = tmp_path / "base.gguf", [], []
     random_model(base, "llama", feed_forward=16_384)

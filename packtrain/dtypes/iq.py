@@ -90,10 +90,9 @@ def two_signs(bits: int) -> int:
 @part
 def level_shifts(first_bit: int, second_bit: int) -> F32x16:
     """Return the shifts of iq1's levels 0 to 2: -7/8, or -9/8 if the bit of the first or second eight is set."""
-    v = intrinsics.splat(f32(-0.875) - f32(0.25) * f32(first_bit & 1))
-    return intrinsics.put_where(
-        v, 0xFF00, intrinsics.splat(f32(-0.875) - f32(0.25) * f32(second_bit & 1))
-    )
+    first = intrinsics.splat(f32(-0.875) - f32(0.25) * f32(first_bit & 1))
+    second = intrinsics.splat(f32(-0.875) - f32(0.25) * f32(second_bit & 1))
+    return intrinsics.put_where(first, 0xFF00, second)
 
 
 @iq1_s.unpack
@@ -112,9 +111,8 @@ def unpack_iq1_s(y, block):
 def unpack_iq1_m(y, at):
     unit_half = intrinsics.scratch(1)
     for i in range(4):  # each has four bits of the unit in front of its scales
-        intrinsics.put_short(
-            unit_half, 0, (short_at(unit_half, 0) >> 4) | (short_at(at, 24 + i) >> 12 << 12)
-        )
+        top_bits = short_at(at, 24 + i) >> 12 << 12
+        intrinsics.put_short(unit_half, 0, (short_at(unit_half, 0) >> 4) | top_bits)
     for i in range(16):
         scale_bits = short_at(at, 24 + i // 4) >> (i % 4 * 3) & 7
         scale, high_bits = half_at(unit_half, 0) * f32(scale_bits * 2 + 1), byte_at(at, 32 + i)
@@ -199,11 +197,10 @@ def dot_iq3_s(x, w, n):
         for i in range(16):
             ninth = byte_at(w, 66 + i // 2) >> (i % 2 * 4)
             at = w + 2 + i * 4
-            v = intrinsics.to_floats(
-                intrinsics.bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2))
-            )
+            points = intrinsics.bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2))
             scale = d * f32((byte_at(w, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
-            v = intrinsics.put_where(v * scale, short_at(w + 74, i), intrinsics.neg(v * scale))
+            v = intrinsics.to_floats(points) * scale
+            v = intrinsics.put_where(v, short_at(w + 74, i), intrinsics.neg(v))
             a = intrinsics.fma(v, load(x, b + i * 16), a)
         w += 110
     return intrinsics.total(a)

@@ -28,9 +28,8 @@ def put_sort_order(order: int, x: int, n: int) -> None:
         for j in range(n):
             other_value = intrinsics.splat(peek(x, j))
             not_above = intrinsics.select_less(v, other_value, 0.0, 1.0)
-            rank = rank + intrinsics.select_less(
-                f32(j), lanes, not_above, intrinsics.select_less(other_value, v, 1.0, 0.0)
-            )
+            below = intrinsics.select_less(other_value, v, 1.0, 0.0)
+            rank = rank + intrinsics.select_less(f32(j), lanes, not_above, below)
         store(ranks, i, rank)
     for i in range(n):
         intrinsics.put_byte(order, int(peek(ranks, i)), i)
@@ -92,9 +91,8 @@ def better_split(sums: int, num_kinds: int, num_lanes: int, best_score: int) -> 
     best_index, lane_bits = -1, 0
     for split_kind in range(num_kinds):
         lx, ll = load(sums, split_kind * 32), load(sums, split_kind * 32 + 16)
-        lane_bits |= intrinsics.set_lanes(
-            intrinsics.to_bits(intrinsics.select_less(ll * peek(best_score, 0), lx * lx, 1.0, 0.0))
-        )
+        is_better = intrinsics.select_less(ll * peek(best_score, 0), lx * lx, 1.0, 0.0)
+        lane_bits |= intrinsics.set_lanes(intrinsics.to_bits(is_better))
     for i in range(num_lanes * num_kinds if lane_bits != 0 else 0):
         lane, split_kind = i // num_kinds, i % num_kinds
         lx, ll = peek(sums, split_kind * 32 + lane), peek(sums, split_kind * 32 + 16 + lane)
@@ -142,9 +140,8 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
     for k in range(n // 8):
         intrinsics.put_short(numbers, k, 0)
     poke(scale_at, 0, f32(0))
-    max_size = intrinsics.largest(
-        intrinsics.maximum(intrinsics.absolute(load(x, 0)), intrinsics.absolute(load(x, n - 16)))
-    )
+    first, last = intrinsics.absolute(load(x, 0)), intrinsics.absolute(load(x, n - 16))
+    max_size = intrinsics.largest(intrinsics.maximum(first, last))
     if max_size < (f32(1e-12) if n == 32 else f32(1e-7)):
         return 0
     put_sort_order(order, x, n)

@@ -24,9 +24,8 @@ def nearest_codes(v: intrinsics.F32x16) -> intrinsics.I32x16:
     at = intrinsics.select_less(v, peek(MIDDLES, 7), 0.0, 8.0)
     at = at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at) + 3), 0.0, 4.0)
     at = at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at) + 1), 0.0, 2.0)
-    return intrinsics.to_bits(
-        at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at)), 0.0, 1.0)
-    )
+    at = at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at)), 0.0, 1.0)
+    return intrinsics.to_bits(at)
 
 
 @compiled_function
@@ -70,9 +69,8 @@ def fit_table_scale(x: int, w: int) -> f32:
 def put_table_codes(y: int, x: int, scale: f32) -> None:
     """Write the table codes of 32 values for a scale."""
     inverse = f32(1) / scale if scale != 0 else f32(0)
-    intrinsics.put_bytes(
-        y, 0, nearest_codes(load(x, 0) * inverse) | (nearest_codes(load(x, 16) * inverse) << 4)
-    )
+    low, high = nearest_codes(load(x, 0) * inverse), nearest_codes(load(x, 16) * inverse)
+    intrinsics.put_bytes(y, 0, low | (high << 4))
 
 
 @compiled_function

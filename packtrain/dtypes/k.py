@@ -191,10 +191,8 @@ def scales_then_mins(w: int) -> intrinsics.F32x16:
     low = (upper_bits & FOURS) | (top_bits & 0xFFFFFFFF)
     upper_mins = ((upper_bits >> 4) & 0x0F0F0F0F) | (top_bits >> 32)
     both = intrinsics.bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (upper_mins << 32))
-    units = intrinsics.keep_first(
-        intrinsics.splat(half_at(w, 0)), 8, intrinsics.splat(-half_at(w, 1))
-    )
-    return to_floats(both) * units
+    d, min_unit = intrinsics.splat(half_at(w, 0)), intrinsics.splat(-half_at(w, 1))
+    return to_floats(both) * intrinsics.keep_first(d, 8, min_unit)
 
 
 @q5_K.unpack

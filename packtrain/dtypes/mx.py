@@ -16,9 +16,8 @@ mxfp4, nvfp4 = block_dtype("mxfp4", 39, 32, 17, merge_dtype=q5_0), block_dtype("
 def unit(power: int) -> F32x16:
     """Return half of 2 ** (power - 127) in every lane: denormal below power 2."""
     denormal_bits = (power < 2) * (0x200000 << (power & 1))
-    return intrinsics.as_floats(
-        intrinsics.spread_bits(denormal_bits | (power >= 2) * (power - 1) << 23)
-    )
+    exponent_bits = (power >= 2) * (power - 1) << 23
+    return intrinsics.as_floats(intrinsics.spread_bits(denormal_bits | exponent_bits))
 
 
 @mxfp4.unpack

@@ -45,9 +45,8 @@ def unpack_tq2_0(y, block):
     for i in range(0, 64, 16):
         q, first_value = intrinsics.bytes_at(block, i), i // 32 * 128 + i % 32
         for k in range(4):
-            intrinsics.store(
-                y, first_value + k * 32, intrinsics.to_floats((q >> (2 * k) & 3) - 1) * d
-            )
+            v = intrinsics.to_floats((q >> (2 * k) & 3) - 1) * d
+            intrinsics.store(y, first_value + k * 32, v)
 
 
 @compiled_function
@@ -63,9 +62,8 @@ def max_magnitude(x: int) -> f32:
 def ternary_codes(x: int, i: int, inverse: f32) -> I32x16:
     """Return codes 0 to 2 of 16 values: times `inverse`, rounded to nearest, ties away from zero, plus one."""
     v = intrinsics.load(x, i) * inverse
-    return intrinsics.to_bits(
-        intrinsics.select_less(v, 0.5, intrinsics.select_less(-0.5, v, 1.0, 0.0), 2.0)
-    )
+    not_above = intrinsics.select_less(-0.5, v, 1.0, 0.0)
+    return intrinsics.to_bits(intrinsics.select_less(v, 0.5, not_above, 2.0))
 
 
 @part

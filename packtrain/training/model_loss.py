@@ -13,6 +13,7 @@ from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, make_plan, size_text
 from packtrain.engine.placement import Placed, place
+from packtrain.inference.kv_cache.context_size import pages_within
 from packtrain.models import transformer
 from packtrain.models.model_file import ModelFile
 from packtrain.training.training_engine import with_targets
@@ -21,18 +22,24 @@ MAX_EXPONENT = 700.0  # e to a larger power overflows a float
 
 
 def loss_executor(
-    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
-) -> Executor:
-    """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss."""
+    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU,
+    resident: str | None = None,
+) -> Executor:  # fmt: skip
+    """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss.
+
+    resident  limit of this process and the pages of the model in memory, together, as of Context
+    """
     placed, plan = loss_plan(model, rows, time, chunk, skipped, target)
-    session, available_nbytes = Session(target.limits), total_nbytes()
-    session.share(model.stored())
+    available_nbytes = total_nbytes()
     if plan.arena().nbytes > available_nbytes:
         raise DoesNotFit(
             f"windows of {rows} × {time} tokens need {size_text(plan.arena().nbytes)}, and there "
             f"are {size_text(available_nbytes)}; a smaller --ctx or --batch-size needs less"
         )
-    return session.executor(placed, plan)
+    with pages_within(resident, rows, lambda num_rows: plan.arena().nbytes):
+        session = Session(target.limits)
+        session.share(model.stored())
+        return session.executor(placed, plan)
 
 
 def loss_plan(

@@ -37,6 +37,9 @@ from packtrain.workflows.saved_logits import Batches
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> names of its files
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # most tokens of a window without --ctx
+UNPLANNED = dict.fromkeys(
+    ["cache_type", "choices", "kl_base", "save_logits"], "whose memory is not planned"
+)
 BATCH_TOKENS, CHOICE_ROWS = 2048, 16  # tokens, or choices, of a batch
 
 
@@ -113,7 +116,11 @@ class EvaluateSettings:
     device: str = option("cpu", DEVICE_HELP, choices=tuple(DEVICES))
     memory: str | None = option(
         None, "limit of private memory, such as 2GiB; if it is tight, fewer windows are read at a time",
-        conflicts=dict.fromkeys(["cache_type", "choices", "kl_base", "save_logits"], "whose memory is not planned"),
+        conflicts=UNPLANNED,
+    )  # fmt: skip
+    resident: str | None = option(
+        None, "limit on private memory and pages of the model in memory, together, such as 3GiB", metavar="SIZE",
+        requires="device=cpu", conflicts=UNPLANNED | {"compare": "which measures several models"},
     )  # fmt: skip
 
     @property

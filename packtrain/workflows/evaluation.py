@@ -75,6 +75,8 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
             "--data must be given: text or conversations; or --choices, a file of multiple choice"
         )
     check_rules(settings)
+    if settings.resident is not None and len(settings.model) > 1:
+        raise InputError("--resident is for one model; measure one at a time")
     check_writable(settings.save_logits, "--save-logits")
     named_models = _load_models(settings, events.message)
     compile_kernels(settings.memory)
@@ -84,8 +86,8 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     for name, model in named_models:
         model_path = model.gguf.path
         names = (*kernels.GENERATION_KERNELS, "loss", *model_kernel_modules(model.config))
-        # with --memory, they are loaded now, so that the measured memory counts them
-        (kernels.prepare if settings.memory is None else kernels.load_all)(names)
+        # with a limit, they are loaded now, so that the measured memory counts them
+        (kernels.load_all if settings.memory or settings.resident else kernels.prepare)(names)
         if model_path not in datasets:
             datasets[model_path] = EvalDataLoader(settings, model, events.message).load(max_context)
         run = _reader(settings, model, datasets[model_path], device)
@@ -157,7 +159,8 @@ def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device
     """Create the function that yields the losses of batches."""
     batches, cache = data.batches, settings.cache_type or ("f32" if data.questions else None)
     if cache is None:
-        run = loss_executor(model, batches.rows, batches.time, skipped=data.skipped, target=device)
+        shape, skipped = (batches.rows, batches.time), data.skipped
+        run = loss_executor(model, *shape, 256, skipped, device, settings.resident)
         return partial(counted, run)
     check_cache(model, batches.time, cache)
     return CachedPredictions(model, batches.time, device, cache, swa_full=settings.swa_full).losses

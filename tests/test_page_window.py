@@ -52,14 +52,17 @@ needs_pages = pytest.mark.skipif(not pages_leave(), reason="pages are the system
 
 
 def read_nbytes(reads, sizes, limit: int, runs: int = 4) -> int:
-    """Play runs of a schedule, touching what steps read: at most `limit` stays; return what the last run reads."""
+    """Play runs of a schedule, touching what steps read: at most `limit` stays; return what the last run reads.
+
+    Parts of tables leave before the next step that reads, or go where the schedule has room for rows.
+    """
     schedule, loaded_nbytes = page_schedule(reads, sizes, limit), Counter[int]()
     turnovers, resident = schedule.turnovers, {name: sizes[name] for name in schedule.at_start}
     assert sum(resident.values()) <= schedule.peak_nbytes <= limit
     for run in range(runs):
         for i, step in enumerate(reads):
             turnover = turnovers.get(i)
-            for name in turnover.dropped if turnover else ():
+            for name in (*turnover.left, *turnover.dropped) if turnover else ():
                 resident.pop(name, None)
             for name in turnover.loaded if turnover else ():
                 loaded_nbytes[run] += sizes[name] * (name not in resident)
@@ -68,6 +71,10 @@ def read_nbytes(reads, sizes, limit: int, runs: int = 4) -> int:
                 loaded_nbytes[run] += nbytes * (name not in resident)
                 resident.setdefault(name, nbytes)
             assert sum(resident.values()) <= limit
+            if row_nbytes := schedule.row_nbytes:
+                parts = {n for n in resident if resident[n] < sizes[n]}
+                assert sum(resident[n] for n in parts) <= row_nbytes
+                assert sum(resident[n] for n in resident.keys() - parts) + row_nbytes <= limit
     return loaded_nbytes[runs - 1]
 
 
@@ -273,6 +280,9 @@ def test_a_file_whose_pages_stay_is_refused(folder, tmp_path, monkeypatch, capsy
     base, command = folder / "base.gguf", ["generate", "-p", "the", "-n", "2", "-c", "64"]
     MappedFile(base).prefetch(0, base.stat().st_size)
     assert np.fromfile(base, np.uint8).any()
+    assert (
+        main([*command, str(base)]) == 0
+    )  # loads the kernels, whose memory the size below would lack
     assert main([*command, str(base), "--resident", "20MiB"]) == 3
     (size,) = re.findall(r"--resident 20MiB: (\d+MiB) would do", capsys.readouterr().err)
     monkeypatch.setattr(page_window, "in_pages", lambda nbytes: nbytes)
@@ -295,6 +305,32 @@ def test_a_run_that_stops_early_leaves_a_known_memory(tmp_path):
         with suppress(Stopped):
             context.decode([1, 2, 3], stop=lambda calls=calls: next(calls, None) is None)
         assert file.resident_nbytes() <= limit
+
+
+@needs_pages
+def test_experts_stay_as_long_as_there_is_room_for_them(tmp_path, monkeypatch):
+    random_model(tmp_path / "base.gguf", "llama experts")
+    model = open_model(tmp_path / "base.gguf")
+    file, prefetch = mapped_file(model.stored()["token_embd.weight"]), MappedFile.prefetch
+    prefetched, counts = list[int](), list[int]()
+
+    def recorded(self: MappedFile, start: int, stop: int) -> None:
+        prefetched.append(stop - start)
+        prefetch(self, start, stop)
+
+    monkeypatch.setattr(MappedFile, "prefetch", recorded)
+    results = list[np.ndarray]()
+    for share in (0.5, 0.6, 0.95):
+        limit = int(len(file) * share)
+        with limited_pages(limit):
+            context = Context(model, cells=64)
+        for token in (1, 2, 3, 4, 1, 2, 3, 4):
+            logits = context.decode([token])
+            assert file.resident_nbytes() <= limit
+        results.append(logits)
+        counts.append(sum(prefetched))
+        prefetched.clear()
+    assert counts[0] > 1.2 * counts[1] > 1.2 * counts[2] and np.ptp(results, axis=0).max() == 0
 
 
 @needs_pages

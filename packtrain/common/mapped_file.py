@@ -79,11 +79,13 @@ class PageBudget:
     nbytes    most bytes in memory
     resident  bytes by range (file, start, stop) that may be in memory when `user` has run
     files     files whose pages come and go as the budget says
+    rows      bytes by range of rows and experts that were looked up and stay, the latest last
     """
 
     nbytes: int
     resident: dict[FileRange, int] = field(default_factory=dict)
     files: set[MappedFile] = field(default_factory=set)
+    rows: dict[FileRange, int] = field(default_factory=dict)
     user: object = None
 
 

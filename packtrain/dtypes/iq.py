@@ -28,12 +28,8 @@ def iq4_xs_scales(raw: Bytes) -> tuple[np.ndarray]:
 
 iq4_nl_layout = CodeLayout(32, 16, 0, (0,), 2, table=NL)
 iq4_nl = block_dtype(*("iq4_nl", 20, 32, 18), richer=q5_K, layout=iq4_nl_layout)
-iq4_xs = block_dtype(
-    *("iq4_xs", 23, 256, 136),
-    smaller=iq4_nl,
-    richer=q5_K,
-    layout=CodeLayout(32, 16, 0, (0,), 8, runs=8, scales=iq4_xs_scales, table=NL),
-)
+iq4_xs_layout = CodeLayout(32, 16, 0, (0,), 8, runs=8, scales=iq4_xs_scales, table=NL)
+iq4_xs = block_dtype("iq4_xs", 23, 256, 136, smaller=iq4_nl, richer=q5_K, layout=iq4_xs_layout)
 
 
 def on_grid(

@@ -45,34 +45,16 @@ def q6_K_scales(raw: Bytes) -> tuple[np.ndarray]:
     return (raw[..., 192:208].view(np.int8).astype(f32),)
 
 
-q6_K = block_dtype(
-    *("q6_K", 14, 256, 210),
-    smaller=q8_0,
-    layout=CodeLayout(16, 64, -32, (208,), 0, runs=2, high=128, high_runs=2, scales=q6_K_scales),
-)
-q5_K = block_dtype(
-    *("q5_K", 13, 256, 176),
-    smaller=q5_1,
-    layout=CodeLayout(32, 32, None, (0, 2), 48, runs=4, high=16, scales=scales_and_mins),
-)
-q4_K = block_dtype(
-    *("q4_K", 12, 256, 144),
-    smaller=q5_0,
-    richer=q5_K,
-    layout=CodeLayout(32, 16, None, (0, 2), 16, runs=4, scales=scales_and_mins),
-)
-q3_K = block_dtype(
-    *("q3_K", 11, 256, 110),
-    smaller=q4_0,
-    richer=q5_K,
-    layout=CodeLayout(16, 8, -4, (108,), 32, runs=2, num_low_bits=2, high=0, scales=q3_K_scales),
-)
-q2_K = block_dtype(
-    *("q2_K", 10, 256, 84),
-    smaller=q4_0,
-    richer=q5_K,
-    layout=CodeLayout(16, 4, None, (80, 82), 16, runs=2, num_low_bits=2, scales=four_bits),
-)
+layout = CodeLayout(16, 64, -32, (208,), 0, runs=2, high=128, high_runs=2, scales=q6_K_scales)
+q6_K = block_dtype("q6_K", 14, 256, 210, smaller=q8_0, layout=layout)
+layout = CodeLayout(32, 32, None, (0, 2), 48, runs=4, high=16, scales=scales_and_mins)
+q5_K = block_dtype("q5_K", 13, 256, 176, smaller=q5_1, layout=layout)
+layout = CodeLayout(32, 16, None, (0, 2), 16, runs=4, scales=scales_and_mins)
+q4_K = block_dtype("q4_K", 12, 256, 144, smaller=q5_0, richer=q5_K, layout=layout)
+layout = CodeLayout(16, 8, -4, (108,), 32, runs=2, num_low_bits=2, high=0, scales=q3_K_scales)
+q3_K = block_dtype("q3_K", 11, 256, 110, smaller=q4_0, richer=q5_K, layout=layout)
+layout = CodeLayout(16, 4, None, (80, 82), 16, runs=2, num_low_bits=2, scales=four_bits)
+q2_K = block_dtype("q2_K", 10, 256, 84, smaller=q4_0, richer=q5_K, layout=layout)
 q2_K.mix("Q2_K", 10, attn_v=q3_K, attn_v_grouped=q4_K, ffn_down=q3_K, attn_output=q3_K)
 q3_K.mix("Q3_K_S", 11)
 q3_K.mix("Q3_K_L", 13, attn_v=q5_K, ffn_down=q5_K, attn_output=q5_K)

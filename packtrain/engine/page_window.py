@@ -41,20 +41,26 @@ class WindowTooSmall(DoesNotFit):
 
 @dataclass(slots=True)
 class Turnover:
-    """Weights that leave memory before a step, and weights to ask for then, in this order."""
+    """Weights that leave memory before a step, weights to ask for then, and tables that lie behind, read in part."""
 
     dropped: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class PageSchedule:
-    """What is in memory when a run begins, and what changes before each step that is listed: at most `peak_nbytes`."""
+    """What is in memory when a run begins, and what changes before each step that is listed: at most `peak_nbytes`.
+
+    loaded_nbytes  a run asks for so many bytes of the file
+    row_nbytes     room for rows and experts that were looked up and may be again, beside the weights of any step
+    """
 
     at_start: frozenset[str]
     turnovers: Mapping[int, Turnover]
-    loaded_nbytes: int  # a run asks for so many bytes of the file
+    loaded_nbytes: int
     peak_nbytes: int
+    row_nbytes: int
 
 
 def smallest_window(reads: Reads) -> int:
@@ -73,17 +79,22 @@ def page_schedule(reads: Reads, sizes: Mapping[str, int], limit: int) -> PageSch
     used = {name: sizes[name] for step in reads for name in step}
     if sum(used.values()) <= limit:
         at_start = {n for step in reads for n, nbytes in step.items() if nbytes == sizes[n]}
-        return PageSchedule(frozenset(at_start), {}, 0, sum(used.values()))
+        return PageSchedule(frozenset(at_start), {}, 0, sum(used.values()), 0)
     simulation = _Simulation(reads, sizes, limit)
     for _ in range(NUM_CYCLES):
         at_start = simulation.resident.keys() - simulation.partly_read
         turnovers = simulation.run()
     # the last run may have ended otherwise than it began
     first = turnovers.setdefault(0, Turnover())
-    first.dropped += sorted(simulation.resident.keys() - at_start)
-    changed = {i: t for i, t in turnovers.items() if t.dropped or t.loaded}
+    first.dropped += sorted(simulation.resident.keys() - at_start - {*simulation.partly_read})
+    row_nbytes = limit - simulation.max_loaded_nbytes
+    if row_nbytes < simulation.max_part_nbytes:
+        row_nbytes = 0
+        for turnover in turnovers.values():
+            turnover.dropped += turnover.left
+    changed = {i: t for i, t in turnovers.items() if t.dropped or t.loaded or t.left}
     loaded_nbytes = sum(sizes[name] for turnover in changed.values() for name in turnover.loaded)
-    return PageSchedule(frozenset(at_start), changed, loaded_nbytes, limit)
+    return PageSchedule(frozenset(at_start), changed, loaded_nbytes, limit, row_nbytes)
 
 
 class _Simulation:
@@ -93,6 +104,7 @@ class _Simulation:
         self.reads, self.sizes, self.limit = reads, sizes, limit
         self.resident, self.resident_nbytes = dict[str, int](), 0
         self.partly_read = list[str]()  # by the last step: these leave before the next
+        self.max_loaded_nbytes = self.max_part_nbytes = 0  # of whole weights, and of parts
         self.steps = [i for i, step in enumerate(reads) if step]
         self.uses: dict[str, list[int]] = defaultdict(list)
         for i in self.steps:
@@ -110,8 +122,8 @@ class _Simulation:
         for place, step in enumerate(self.steps):
             turnover = turnovers[step] = Turnover()
             for name in self.partly_read:
-                self.drop(name, turnover)
-            self.partly_read = []
+                self.resident_nbytes -= self.resident.pop(name)
+            turnover.left, self.partly_read = self.partly_read, []
             # last those of which only a part is read: they may have to leave for the rest
             for name in sorted(self.reads[step], key=lambda name: self.is_part(name, step)):
                 nbytes = self.reads[step][name]
@@ -119,6 +131,9 @@ class _Simulation:
                     self.make_room(nbytes, step, step, turnover)
                     self.load(name, nbytes, turnover)
             self.look_ahead(place, turnover)
+            part_nbytes = sum(self.resident[name] for name in self.partly_read)
+            self.max_part_nbytes = max(self.max_part_nbytes, part_nbytes)
+            self.max_loaded_nbytes = max(self.max_loaded_nbytes, self.resident_nbytes - part_nbytes)
         return turnovers
 
     def look_ahead(self, place: int, turnover: Turnover) -> None:
@@ -175,6 +190,8 @@ class PageWindow:
         self.sizes = {name: in_pages(stop - start) for name, (_, start, stop) in ranges.items()}
         self.reads = weight_reads(placed, self.sizes)
         self.schedule = page_schedule(self.reads, self.sizes, budget.nbytes)
+        turnovers = self.schedule.turnovers.values() if self.schedule.row_nbytes else ()
+        self.kept_tables = {name for turnover in turnovers for name in turnover.left}
 
     @classmethod
     def over(
@@ -199,6 +216,7 @@ class PageWindow:
                 fact = f"{file.path}: another program, or a file system in memory, keeps its pages"
                 raise DoesNotFit(f"{fact}; --resident cannot limit them, leave it out")
         if budget.user is not self:
+            self._trim_rows(self.schedule.row_nbytes)
             at_start = {self.ranges[n]: self.sizes[n] for n in self.schedule.at_start}
             unneeded = {r: n for r, n in budget.resident.items() if r not in at_start}
             if sum(unneeded.values()) + self.schedule.peak_nbytes > budget.nbytes:
@@ -244,8 +262,25 @@ class PageWindow:
         table = step.reads[place]
         file, start, stop = self.ranges[table.base.label]
         row_nbytes = (stop - start) // table.shape[0]
-        for row in np.unique(inputs[id_place]).tolist():
-            file.prefetch(start + row * row_nbytes, start + (row + 1) * row_nbytes)
+        starts = [start + row * row_nbytes for row in np.unique(inputs[id_place]).tolist()]
+        rows, present = {(file, at, at + row_nbytes): in_pages(row_nbytes) for at in starts}, set()
+        if table.base.label in self.kept_tables:
+            present = {row for row in rows if self.budget.rows.pop(row, None)}
+            self._trim_rows(self.schedule.row_nbytes - sum(rows.values()))
+            self.budget.rows |= rows
+        for _, at, end in (row for row in rows if row not in present):
+            file.prefetch(at, end)
+
+    def _trim_rows(self, limit: int) -> None:
+        """Release rows, those that were looked up longest ago first, until the others have at most `limit` bytes."""
+        total_nbytes = sum(self.budget.rows.values())
+        for row, nbytes in [*self.budget.rows.items()]:
+            if total_nbytes <= limit:
+                return
+            file, start, stop = row
+            file.release(start, stop)
+            del self.budget.rows[row]
+            total_nbytes -= nbytes
 
 
 def in_pages(nbytes: int) -> int:

@@ -31,12 +31,8 @@ def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, n
     """Return private bytes of the session and executors of graphs; `shared` leaves are mapped from a file."""
     plans = {name: make_plan(placed_graph) for name, placed_graph in placed_graphs.items()}
     arena_nbytes = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
-    private_leaves = {
-        leaf.label: leaf
-        for placed in placed_graphs.values()
-        for leaf in placed.graph.leaves
-        if leaf.kind != "input"
-    }
+    leaves = (leaf for placed in placed_graphs.values() for leaf in placed.graph.leaves)
+    private_leaves = {leaf.label: leaf for leaf in leaves if leaf.kind != "input"}
     leaf_nbytes: int = sum(
         leaf.spec.nbytes for name, leaf in private_leaves.items() if name not in shared
     )
@@ -119,11 +115,9 @@ def check_room(
     max_cells = min(STEP + int((limit - min_nbytes) / per_cell_nbytes) // STEP * STEP, num_cells)
     while max_cells > 0 and used_nbytes + needed_nbytes(max_cells) > limit:
         max_cells -= STEP
-    advice = (
-        f"the largest that fits is {max_cells:,}"
-        if max_cells > 0
-        else f"{_sufficient_size(min_nbytes)} is the least, for a context of {min_cells}"
-    )
+    advice = f"{_sufficient_size(min_nbytes)} is the least, for a context of {min_cells}"
+    if max_cells > 0:
+        advice = f"the largest that fits is {max_cells:,}"
     raise DoesNotFit(
         f"a context of {num_cells:,} tokens needs {_sufficient_size(total)}, and {size_text(limit)} are allowed;"
         f" {advice}"

@@ -103,7 +103,7 @@ def matmul_id(y, x, w, ids, accumulate, task):
     if 0 < stop - start <= FEW_ROWS and matrix_layout(transposed)[0] == 1:
         col_stop = min(j + WIDE, y.shape[1])
         dot_rows(y[start:stop], x[start:stop], transposed, accumulate, j, col_stop)
-    else:
+    elif start < stop:  # else its matrix is not even read
         block(y[start:stop], x[start:stop], transposed, accumulate, 0, 0, stop - start, j, WIDE)
 
 

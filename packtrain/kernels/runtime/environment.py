@@ -20,16 +20,11 @@ from packtrain.common.errors import InputError
 from packtrain.common.gc_control import gc_paused
 
 # values of PACKTRAIN_CPU: compile for a lesser CPU than this one, for images, and to try what its users get
+AVX2_FEATURES = "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
+AVX512_FEATURES = "+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl,+avx512vnni,+avx512bf16"
 CPUS = {
-    "avx2": {
-        "CPU_NAME": "haswell",
-        "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe",
-    },
-    "avx512": {
-        "CPU_NAME": "cooperlake",
-        "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+avx512f,+avx512bw"
-        ",+avx512cd,+avx512dq,+avx512vl,+avx512vnni,+avx512bf16",
-    },
+    "avx2": {"CPU_NAME": "haswell", "CPU_FEATURES": AVX2_FEATURES},
+    "avx512": {"CPU_NAME": "cooperlake", "CPU_FEATURES": f"{AVX2_FEATURES},{AVX512_FEATURES}"},
 }
 CPUS["x86-64-v3"] = CPUS["avx2"]
 ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, its request, and AMX's tiles

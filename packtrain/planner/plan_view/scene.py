@@ -14,13 +14,9 @@ from packtrain.common.text import plural
 from packtrain.engine.memory_plan import Arena, Buffer, Plan, size_text
 
 COLORS = {  # by category, from the bottom of a stack up; distinct on white and black, and for the colour-blind
-    "input": "#8a99ad",
-    "activation": "#2f7ed8",
-    "recomputed": "#8abcf0",  # and hatched
-    "gradient": "#e4761b",
-    "workspace": "#f0c02e",
-    "output": "#17a37b",
-}
+    "input": "#8a99ad", "activation": "#2f7ed8", "recomputed": "#8abcf0",  # which is hatched, too
+    "gradient": "#e4761b", "workspace": "#f0c02e", "output": "#17a37b",
+}  # fmt: skip
 CATEGORIES = list(COLORS)
 NUM_PEAK_BUFFERS = 10  # rows of the table of the largest buffers at the peak
 READING_HINT = (

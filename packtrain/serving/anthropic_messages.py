@@ -102,13 +102,6 @@ def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:
     return message | ({"name": call_names[call_id]} if call_id in call_names else {})
 
 
-def unmet_settings(body: JsonBody) -> list[str]:
-    """Return a sentence for each field that changes answers at Anthropic and not here."""
-    thinking = JsonBody(body.get_object("thinking"), "thinking")
-    has_budget = thinking.has("budget_tokens")
-    return ["thinking.budget_tokens: thoughts are not cut here"] if has_budget else []
-
-
 def tool_fields(body: JsonBody) -> JsonObject:
     """Return tools and tool_choice as OpenAI's. Raises InputError for tools that run at Anthropic."""
     tools = list[JsonObject]()

@@ -261,7 +261,5 @@ def _call_schema(function: Call, style: ToolCallStyle, parameters: str) -> Call:
 def _openai_call(name: str, arguments: Any) -> Call:
     words = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": words},
-    }
+        "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": words},
+    }  # fmt: skip

@@ -76,10 +76,8 @@ class PlannedRun:
     def about(self) -> str:
         """Return the run's figures that a page shows besides settings and curves, as JSON."""
         summary = {
-            "title": self.job.title,
-            "steps": self.job.steps,
-            "planned_bytes": self.planned_nbytes,
-        }
+            "title": self.job.title, "steps": self.job.steps, "planned_bytes": self.planned_nbytes,
+        }  # fmt: skip
         return json.dumps(summary | {"budget_bytes": self.budget, "rows": self._memory_rows()})
 
     def _memory_rows(self) -> list[tuple[str, int, str]]:

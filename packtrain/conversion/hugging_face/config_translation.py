@@ -71,12 +71,10 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     _check_activation(hf_config, architecture)
     model_sizes, optional = _model_sizes(hf_config, family), family.optional_tensors
     config = Config(
-        **asdict(model_sizes),
-        tied=hf_config.flag("tie_word_embeddings", family.tied_by_default),
-        architecture=architecture.name,
-        optional=optional(hf_config) if optional else _bias_names(hf_config, family),
+        **asdict(model_sizes), tied=hf_config.flag("tie_word_embeddings", family.tied_by_default),
+        architecture=architecture.name, optional=optional(hf_config) if optional else _bias_names(hf_config, family),
         **family.per_block_fields(hf_config),
-    )
+    )  # fmt: skip
     family.check_values(hf_config)
     tensors = convert_tensors(checkpoint, config, family)
     family_keys = family.metadata(hf_config, model_sizes)

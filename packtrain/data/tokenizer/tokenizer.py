@@ -22,10 +22,8 @@ BATCH_CHARACTERS = 1 << 17  # characters encoded at a time, if the text can be c
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
 CLEANUP_RULES = [
-    (re.compile(" (?=[?!.,])"), ""),
-    (re.compile(" ' "), "'"),
-    (re.compile(" (?='(?:s|m|re|ve))"), ""),
-]
+    (re.compile(" (?=[?!.,])"), ""), (re.compile(" ' "), "'"), (re.compile(" (?='(?:s|m|re|ve))"), ""),
+]  # fmt: skip
 TextParts = list[str | int]  # text, and ids of special tokens
 
 

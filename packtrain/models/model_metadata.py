@@ -143,10 +143,9 @@ def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
     if chunk and not window:
         raise keys.wrong(WINDOW_KEY, window, f"left out, or {chunk}")
     return {
-        "window": chunk or window,
-        "window_pattern": window_pattern,
+        "window": chunk or window, "window_pattern": window_pattern,
         "rope_freq_base_swa": keys.read_optional_float("rope.freq_base_swa") or None,
-    }
+    }  # fmt: skip
 
 
 def _check_heads(keys: MetadataReader, config: Config) -> None:
@@ -229,11 +228,10 @@ def general_metadata(architecture: str, name: str, dtype: str) -> dict[str, Meta
     """Return the general.* keys of a model whose matrices are of `dtype`."""
     return {
         "general.architecture": MetadataValue("string", architecture),
-        "general.type": MetadataValue("string", "model"),
-        "general.name": MetadataValue("string", name),
+        "general.type": MetadataValue("string", "model"), "general.name": MetadataValue("string", name),
         "general.file_type": MetadataValue("u32", DTYPES[dtype].file_type),
         "general.quantization_version": MetadataValue("u32", QUANTIZATION_VERSION),
-    }
+    }  # fmt: skip
 
 
 def _scaling_keys(config: Config, rope_scaling: RopeScaling) -> dict[str, MetadataValue]:

@@ -21,10 +21,8 @@ TRANSLATED = (
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {
-    THOUGHT: ("thinking_delta", "thinking"),
-    TEXT: ("text_delta", "text"),
-    CALL: ("input_json_delta", "partial_json"),
-}
+    THOUGHT: ("thinking_delta", "thinking"), TEXT: ("text_delta", "text"), CALL: ("input_json_delta", "partial_json"),
+}  # fmt: skip
 
 
 # ---- requests
@@ -89,10 +87,9 @@ def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObj
 
 
 BLOCKS = {
-    "user": "text and tool_result; this model reads text only",
-    "assistant": "text, thinking and tool_use",
+    "user": "text and tool_result; this model reads text only", "assistant": "text, thinking and tool_use",
     "system": "text",
-}
+}  # fmt: skip
 
 
 def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:

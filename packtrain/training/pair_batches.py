@@ -94,11 +94,10 @@ def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, fl
         np.concatenate([p[side] for p in measures]) for side in ("chosen", "rejected")
     )
     return {
-        "rewards_chosen": float(chosen.mean()),
-        "rewards_rejected": float(rejected.mean()),
+        "rewards_chosen": float(chosen.mean()), "rewards_rejected": float(rejected.mean()),
         "rewards_margin": float((chosen - rejected).mean()),
         "rewards_accuracy": float(chosen_wins(chosen - rejected).mean()),
-    }
+    }  # fmt: skip
 
 
 def chosen_wins(margins: np.ndarray) -> np.ndarray:

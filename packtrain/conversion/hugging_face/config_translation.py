@@ -38,9 +38,8 @@ UNWINDOWED = ("Qwen", "SmolLM3")  # classes that have windows only if `use_slidi
 LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 # other names that some configs have for a key
 KEY_ALIASES = {
-    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
-    "num_experts": ("num_local_experts",),
-}
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"), "num_experts": ("num_local_experts",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +151,9 @@ def _common_keys(
     if width * sizes.head_count != sizes.embedding_length or c.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
     defaults = {
-        "rope.freq_base": ROPE_FREQ_BASE,
-        "attention.head_count_kv": sizes.head_count,
+        "rope.freq_base": ROPE_FREQ_BASE, "attention.head_count_kv": sizes.head_count,
         "feed_forward_length": sizes.expert_feed_forward_length,
-    }
+    }  # fmt: skip
     omitted_keys = [key for key in family.omitted_keys if keys[key] == defaults[key]]
     keys = {key: value for key, value in keys.items() if key not in omitted_keys}
     return keys | _expert_keys(sizes)
@@ -189,9 +187,8 @@ def _rope_keys(
         allowed_text = " or ".join(("default", "linear", "yarn", *computed))
         raise c.wrong("rope_scaling.type", kind, allowed_text)
     keys: Keys = {
-        "rope.scaling.type": kind,
-        "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
-    }
+        "rope.scaling.type": kind, "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
+    }  # fmt: skip
     is_yarn = kind == "yarn"
     return _yarn(c, sizes, architecture, family, keys, family_keys) if is_yarn else (keys, {})
 

@@ -60,9 +60,8 @@ def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor
     """Attend without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
     (b, t), s = q.shape[:2], k.shape[1]
     positions = (
-        constant("q_pos", np.full((b, t), s - 1), i32),
-        constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
-    )
+        constant("q_pos", np.full((b, t), s - 1), i32), constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
+    )  # fmt: skip
     return attention(q, k, v, *positions, scale=scale)[0]
 
 

@@ -56,8 +56,7 @@ def completion(server: Server, body: JsonBody, request: Request) -> Response:
 
 def infill(server: Server, body: JsonBody, request: Request) -> Response:
     """Write what stands between a prefix and a suffix, in /completion's shape."""
-    prompt_ids = fill_prompt(server, body)
-    return completion(server, body.replaced((), {"prompt": prompt_ids}), request)
+    return completion(server, body.replaced((), {"prompt": fill_prompt(server, body)}), request)
 
 
 def text_completion(server: Server, body: JsonBody, request: Request) -> Response:

@@ -290,8 +290,7 @@ def _value_kind(value: Any) -> str:
     """Say whether a probe's value is its `name` or its `arguments`; "" for others."""
     if value == NAME:
         return "name"
-    is_arguments = value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS
-    return "arguments" if is_arguments else ""
+    return "arguments" if value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS else ""
 
 
 def _call_separator(two_calls: str, opening: str, closing: str) -> str:

@@ -207,8 +207,7 @@ class RequestTools:
 
 
 def _is_free_text(schema: Call) -> bool:
-    limits = {"enum", "const", "pattern"}
-    return schema.get("type") == "string" and not schema.keys() & limits
+    return schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern"}
 
 
 def _definitions(schema: Call) -> Call:

@@ -156,8 +156,7 @@ def plan_run(
         shape, is_offloaded = world.from_first(None)
         if shape.moment_share is not None:
             shape = replace(shape, moment_share=(world.rank, world.world_size))
-        shared_decision = shape, bool(is_offloaded)
-        return _plan_on_rank(command, settings, build_job, report, shared_decision)
+        return _plan_on_rank(command, settings, build_job, report, (shape, bool(is_offloaded)))
 
 
 def _plan_on_rank(

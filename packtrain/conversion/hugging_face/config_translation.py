@@ -205,6 +205,8 @@ def _yarn(
     """Return YaRN as keys; as divisors of frequencies where llama.cpp reads those instead of keys for the ramp."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
+    if not original.is_integer():
+        raise c.wrong(ORIGINAL, original, "a whole number")
     turns = {k: c.number(f"rope_scaling.{k}", rope_params.get(k) or n) for k, n in YARN.items()}
     keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if rope_params.get(key)}
     keys["rope.scaling.original_context_length"] = int(original)
@@ -213,7 +215,7 @@ def _yarn(
     scaling = RopeScaling("yarn", factor, 0, 1.0, fast_turns, slow_turns, multiplier)
     width = c.rotated_width(sizes.head_width) if architecture.partial_rope else sizes.head_width
     ramp_place = sizes.rope_dims or width, c.rope_base(family.rope_freq_base), int(original)
-    ramp_blend = scaling.blend(*ramp_place, truncate=rope_params.get("truncate") is not False)
+    ramp_blend = scaling.blend(*ramp_place, truncate=bool(rope_params.get("truncate", True)))
     ramp_start, ramp_end = ramp_blend or (0.0, 1.0)
     held_keys = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.key_defaults}
     wrong = {key: n for key, n in YARN.items() if turns[key] != n and key not in held_keys}
@@ -240,7 +242,9 @@ def _yarn(
 def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:
     """Return the factor by which YaRN multiplies cosines and sines."""
     attention_factor, mscale, shared_mscale = (
-        c.number(f"rope_scaling.{name}", rope_params[name]) if rope_params.get(name) else 0.0
+        c.number(f"rope_scaling.{name}", rope_params[name])
+        if rope_params.get(name) not in ((None,) if name == MAGNITUDE_KEYS[0] else (None, 0))
+        else 0.0
         for name in MAGNITUDE_KEYS
     )
     mscale, shared_mscale = (mscale, shared_mscale) if mscale and shared_mscale else (1.0, 0.0)
@@ -265,6 +269,8 @@ def _llama3(c: HFConfig, base: float, width: int) -> np.ndarray:
     names = "factor", "low_freq_factor", "high_freq_factor"
     rope_params = c.full_rotation()
     factor, low, high = (c.number(f"rope_scaling.{name}", rope_params.get(name)) for name in names)
+    if low >= high:
+        raise c.wrong("rope_scaling.low_freq_factor", low, f"below high_freq_factor, {high}")
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get("max_position_embeddings")))
     wavelengths = 2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width)
     ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)

@@ -81,8 +81,7 @@ def soft_max_sinks(
     x = x if scale == 1 else scale_by(x, by=scale)
     x = x if mask is None else add(x, mask)
     column = broadcast_to(reshape(sinks, shape=(*sinks.shape, 1, 1)), shape=(*x.shape[:3], 1))
-    y = soft_max(concat([x, column], axis=3))
-    return narrow(y, axis=3, start=0, length=x.shape[3])
+    return narrow(soft_max(concat([x, column], axis=3)), axis=3, start=0, length=x.shape[3])
 
 
 def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:

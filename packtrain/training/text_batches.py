@@ -89,8 +89,7 @@ class TextBatches(IndexedBatches):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return where up to `count` documents of the epoch's order begin in the file, and their numbers of tokens."""
         starts = self.tokens.starts
-        order = np.arange(first, min(first + count, len(starts)))
-        documents = items_at(order, len(starts), keys)
+        documents = items_at(np.arange(first, min(first + count, len(starts))), len(starts), keys)
         next_starts = starts[(documents + 1) % len(starts)]
         next_starts[documents + 1 == len(starts)] = self.size
         return starts[documents], next_starts - starts[documents]

@@ -109,7 +109,8 @@ def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
     drawing_seconds = rows * base.config.vocab_size * LOGIT_SECONDS
     each = graph_seconds(placed, rates) + graph_seconds(mean_placed, rates) + drawing_seconds
     num_rounds = -(-train.loss_settings.num_texts // (rows * current_world().world_size))
-    return num_rounds * train.loss_settings.length * each
+    num_runs = num_rounds * train.loss_settings.length
+    return num_runs * each
 
 
 def _write_missing(

@@ -3,6 +3,7 @@
     python -m benchmarks.large_shapes --shape llama-3.2-3b --tokens 1024 --memory 450MiB
     python -m benchmarks.large_shapes --shape llama-3.2-1b --tokens 512 --memory 6GiB --full
     python -m benchmarks.large_shapes --shape llama-3.1-8b --tokens 512 --resident 3GiB
+    python -m benchmarks.large_shapes --shape qwen3-30b-a3b --rank 8 --modules attn --resident 8GiB
 
 The file has the shape and types of a public model in Q4_K, with random blocks, so that nothing need be fetched: memory
 and time of a step do not depend on values. Each run is `packtrain finetune` with --memory, watched from outside with
@@ -12,6 +13,7 @@ private memory and of the file's pages in memory, as mincore counts them, togeth
 
 import argparse
 import json
+import math
 import random
 import tempfile
 from collections.abc import Mapping
@@ -35,6 +37,21 @@ SHAPES = {
     "llama-3.2-1b": Config(128_256, 131_072, 2_048, 16, 8_192, 32, 8),
     "llama-3.2-3b": Config(128_256, 131_072, 3_072, 28, 8_192, 24, 8),
     "llama-3.1-8b": Config(128_256, 131_072, 4_096, 32, 14_336, 32, 8, tied=False),
+    "qwen3-30b-a3b": Config(
+        151_936,
+        40_960,
+        2_048,
+        48,
+        6_144,
+        32,
+        4,
+        tied=False,
+        architecture="qwen3moe",
+        key_length=128,
+        expert_count=128,
+        expert_used_count=8,
+        expert_feed_forward_length=768,
+    ),
 }
 FULL = "--full --masters bf16 --optimizer adamw8bit"
 QUIET = "--check-answers 0 --no-tensorboard --overwrite --val-split 0"
@@ -52,11 +69,16 @@ def write_model(path: Path, config: Config) -> None:
     rng, q4_k = np.random.default_rng(0), DTYPES["q4_K"]
 
     def tensor(name: str, shape: tuple[int, ...]) -> DeferredTensor:
-        if not is_matrix(name, shape):
-            return DeferredTensor(f32, shape, lambda: [np.ones(shape, np.float32)])
-        rows, width = shape
+        *counts, width = shape
+        if not is_matrix(name, shape):  # a router's rows differ, so that all experts are chosen
+            values = (
+                rng.standard_normal(shape, np.float32) * width**-0.5
+                if counts
+                else np.ones(shape, np.float32)
+            )
+            return DeferredTensor(f32, shape, lambda: [values])
         values = rng.standard_normal((ROWS_OF_BLOCKS, width), np.float32) * width**-0.5
-        blocks = quantize(values, q4_k)
+        blocks, rows = quantize(values, q4_k), math.prod(counts)
         starts = range(0, rows, ROWS_OF_BLOCKS)
         return DeferredTensor(q4_k, shape, lambda: (blocks[: rows - at] for at in starts))
 
@@ -103,6 +125,7 @@ def main() -> None:
     parser.add_argument("--resident", help="limit on private memory and pages of the base together")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--modules", default="all", help="finetune's --lora-modules")
     parser.add_argument(
         "--full", action="store_true", help="bf16 weights, moments in 8 bits; no LoRA"
     )
@@ -114,7 +137,8 @@ def main() -> None:
         base = folder / f"{args.shape}.gguf"
         if not base.exists():
             write_model(base, SHAPES[args.shape])
-        trained = (FULL if args.full else f"--lora-rank {args.rank} --merge none").split()
+        adapter = f"--lora-rank {args.rank} --lora-modules {args.modules} --merge none"
+        trained = (FULL if args.full else adapter).split()
         print("| model | tokens | budget | peak MiB | seconds a step, start included | result |")
         print("|---|---|---|---|---|---|")
         limit = (args.resident, "resident") if args.resident else (args.memory, "memory")

@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import packtrain as pt
 from benchmarks.watched import run_packtrain
 from packtrain.cli.main import main
-from packtrain.common.errors import DoesNotFit
+from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.mapped_file import MappedFile, limited_pages, mapped_file
-from packtrain.common.memory import parse_size
+from packtrain.common.memory import parse_size, private_nbytes
+from packtrain.common.option_rules import check_rules
 from packtrain.engine import page_window
 from packtrain.engine.executor import Stopped
 from packtrain.engine.page_window import page_schedule, smallest_window
@@ -26,8 +28,11 @@ from packtrain.inference.kv_cache import Context
 from packtrain.models.adapter_file import read_adapter
 from packtrain.models.model_file import open_model
 from packtrain.planner import resident_limit
+from packtrain.workflows.model_server import ServeSettings
 from tests.architectures import random_model
+from tests.hostile_requests import Ask
 from tests.kill import sample_chats
+from tests.servers import serve_process
 from tests.test_train import said
 
 PAGE = 4096
@@ -211,13 +216,14 @@ def smallest_windows(monkeypatch):
 
 
 @needs_pages
-@pytest.mark.parametrize("flags", [["--resident", "400MiB"], ["--memory", "400MiB", "--strict"]])
+@pytest.mark.parametrize("flags", [["--resident"], ["--strict", "--memory"]])
 def test_a_run_in_a_window_over_its_base_has_the_same_bits(
     folder, tmp_path, releases, smallest_windows, capsys, flags
 ):
     assert main(tuning(folder, tmp_path / "free.gguf")) == 0
     assert not releases
-    assert main(tuning(folder, tmp_path / "window.gguf", *flags)) == 0
+    limit = f"{(private_nbytes() >> 20) + 340}MiB"  # the tests before this one are in this process
+    assert main(tuning(folder, tmp_path / "window.gguf", *flags, limit)) == 0
     plan, text = json.loads((tmp_path / "window.run/plan.json").read_text()), "".join(said(capsys))
     assert "no held-out questions are answered" in text
     assert plan["window_bytes"] < plan["mapped_bytes"] / 2 and len(releases) > 50
@@ -344,3 +350,33 @@ def test_what_a_limit_of_pages_needs(folder, tmp_path, capsys):
     ):
         assert main(tuning(folder, tmp_path / "a.gguf", *flags)) == 2
         assert sentence in said(capsys)[-1]
+
+
+@needs_pages
+def test_a_server_answers_in_a_window_over_its_model(tmp_path):
+    base, texts, sizes = tmp_path / "base.gguf", [], []
+    random_model(base, "llama", feed_forward=16_384)
+    program = [sys.executable, "-m", "packtrain", "serve", str(base), "--port", "0", "-c", "256"]
+    refused = subprocess.run([*program, "--resident", "20MiB"], capture_output=True, text=True)
+    (size,) = re.findall(r"--resident 20MiB: (\d+MiB) would do", refused.stderr)
+    body = json.dumps({"prompt": "the", "n_predict": 8, "temperature": 0}).encode()
+    for flags in ([], ["--resident", size]):
+        with serve_process(base, "-c", "256", *flags) as server:
+            status, _, answer = server.ask(Ask("POST", "/completion", body))
+            assert status == 200, answer
+            texts.append(json.loads(answer)["content"])
+            sizes.append(MappedFile(base).resident_nbytes())
+    assert texts[0] == texts[1] and sizes[1] < sizes[0] * 0.7
+
+
+def test_a_context_of_the_library_names_its_keyword(tmp_path):
+    random_model(tmp_path / "base.gguf", "llama")
+    with pytest.raises(DoesNotFit, match=r"^resident 20MiB: \d+MiB would do"):
+        pt.Context(tmp_path / "base.gguf", cells=64, resident="20MiB")
+
+
+@pytest.mark.parametrize("name", ["embeddings", "reranking"])
+def test_a_server_with_two_contexts_has_no_limit_on_pages(name):
+    settings = ServeSettings(Path("base.gguf"), resident="2GiB", **{name: True})
+    with pytest.raises(InputError, match=f"--{name} needs a second context, which --resident does"):
+        check_rules(settings)

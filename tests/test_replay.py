@@ -162,7 +162,7 @@ def test_answers_are_learned_beside_texts_of_the_base(
 ) -> None:
     """By default; each text is whole, and none holds an end. Its probabilities are the base's."""
     output = tmp_path / "tuned.gguf"
-    assert run_finetune(folder, output, "--iters", "2", base=base) == 0, said(capsys)
+    assert run_finetune(folder, output, "--iters", "32", base=base) == 0, said(capsys)
     replay_texts = read_texts(output)
     assert replay_texts["tokens"].shape == (64, 129) and (replay_texts["tokens"] >= 0).all()
     base_file = open_model(folder / f"{base}.gguf")
@@ -238,7 +238,8 @@ def test_texts_written_before_a_stop_are_kept(
 ) -> None:
     """The others are written by the resumed run, as they would have been."""
     monkeypatch.setattr(replay_texts, "TEXTS_AT_ONCE", (16,))
-    assert run_finetune(folder, tmp_path / "whole.gguf", "--iters", "1", "--replay", "40") == 0
+    flags = "--iters", "20", "--replay", "40"
+    assert run_finetune(folder, tmp_path / "whole.gguf", *flags) == 0
     write = replay_texts._ReplayWriter.generate
 
     def stop_at_the_second(self: Any, text_ids: np.ndarray) -> Any:
@@ -249,14 +250,26 @@ def test_texts_written_before_a_stop_are_kept(
     output = tmp_path / "stopped.gguf"
     with monkeypatch.context() as patch:
         patch.setattr(replay_texts._ReplayWriter, "generate", stop_at_the_second)
-        assert run_finetune(folder, output, "--iters", "1", "--replay", "40") == 130
+        assert run_finetune(folder, output, *flags) == 130
     assert (read_texts(output)["tokens"][:, 0] >= 0).tolist() == [True] * 32 + [False] * 8
-    assert run_finetune(folder, output, "--iters", "1", "--replay", "40", "--resume") == 0, said(
-        capsys
-    )
+    assert run_finetune(folder, output, *flags, "--resume") == 0, said(capsys)
     uninterrupted, resumed = read_texts(tmp_path / "whole.gguf"), read_texts(output)
     for name in ("tokens", "means", "constants"):
         assert np.array_equal(uninterrupted[name], resumed[name]), name
+
+
+def test_a_short_run_writes_the_texts_that_it_reads_and_a_longer_one_the_rest(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Texts are written in full groups of 16."""
+    long, short = tmp_path / "long.gguf", tmp_path / "short.gguf"
+    order = "--lr-scheduler", "constant", "--warmup-ratio", "0"
+    assert run_finetune(folder, long, "--iters", "12", *order) == 0
+    assert run_finetune(folder, short, "--iters", "3", *order) == 0
+    assert (read_texts(short)["tokens"][:, 0] >= 0).tolist() == [True] * 16 + [False] * 48
+    assert run_finetune(folder, short, "--iters", "12", "--resume", *order) == 0
+    assert (read_texts(short)["tokens"][:, 0] >= 0).sum() == 32
+    assert read_losses(short) == read_losses(long)
 
 
 @pytest.mark.parametrize(

@@ -203,12 +203,8 @@ def dot_iq3_s(x, w, n):
                 intrinsics.bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2))
             )
             scale = d * f32((byte_at(w, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
-            v = v * scale
-            a = intrinsics.fma(
-                intrinsics.put_where(v, short_at(w + 74, i), intrinsics.neg(v)),
-                load(x, b + i * 16),
-                a,
-            )
+            v = intrinsics.put_where(v * scale, short_at(w + 74, i), intrinsics.neg(v * scale))
+            a = intrinsics.fma(v, load(x, b + i * 16), a)
         w += 110
     return intrinsics.total(a)
 

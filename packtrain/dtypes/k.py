@@ -106,9 +106,8 @@ def dot_q2_K(x, w, n):
         for half_index in range(2):
             q, r = bytes_at(w, 16 + half_index * 32), bytes_at(w, 32 + half_index * 32)
             for i in range(half_index * 8, half_index * 8 + 8, 2):
-                a = intrinsics.fma(
-                    intrinsics.low_2(q, peek(scales, i), peek(mins, i)), load(x, p + i * 16), a
-                )
+                v = intrinsics.low_2(q, peek(scales, i), peek(mins, i))
+                a = intrinsics.fma(v, load(x, p + i * 16), a)
                 v = intrinsics.low_2(r, peek(scales, i + 1), peek(mins, i + 1))
                 b = intrinsics.fma(v, load(x, p + i * 16 + 16), b)
                 q, r = q >> 2, r >> 2
@@ -138,17 +137,11 @@ def dot_q3_K(x, w, n):
             q, r = bytes_at(w, 32 + half_index * 32), bytes_at(w, 48 + half_index * 32)
             for i in range(half_index * 8, half_index * 8 + 8, 2):
                 d, e = peek(scales, i), peek(scales, i + 1)
-                v = intrinsics.put_where(
-                    intrinsics.low_2(q, d, d * f32(-4)),
-                    intrinsics.set_lanes(top & 1),
-                    intrinsics.low_2(q, d, f32(0)),
-                )
+                low, high = intrinsics.low_2(q, d, d * f32(-4)), intrinsics.low_2(q, d, f32(0))
+                v = intrinsics.put_where(low, intrinsics.set_lanes(top & 1), high)
                 a = intrinsics.fma(v, load(x, p + i * 16), a)
-                v = intrinsics.put_where(
-                    intrinsics.low_2(r, e, e * f32(-4)),
-                    intrinsics.set_lanes(over & 1),
-                    intrinsics.low_2(r, e, f32(0)),
-                )
+                low, high = intrinsics.low_2(r, e, e * f32(-4)), intrinsics.low_2(r, e, f32(0))
+                v = intrinsics.put_where(low, intrinsics.set_lanes(over & 1), high)
                 b = intrinsics.fma(v, load(x, p + i * 16 + 16), b)
                 q, r, top, over = q >> 2, r >> 2, top >> 1, over >> 1
         w += 110

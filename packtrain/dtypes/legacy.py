@@ -64,11 +64,8 @@ def unpack_q5_0(y, block):
 def pack_q5_0(to, src):
     d = intrinsics.extreme(src, 32) / f32(-16)
     intrinsics.put_half(to, 0, d)
-    intrinsics.put_word(
-        to + 2,
-        0,
-        intrinsics.put_codes(to + 6, src, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31)),
-    )
+    high = intrinsics.put_codes(to + 6, src, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31))
+    intrinsics.put_word(to + 2, 0, high)
 
 
 @q5_1.unpack
@@ -85,11 +82,8 @@ def pack_q5_1(block, src):
     d = (max_value - low) / f32(31)
     intrinsics.put_half(block, 0, d)
     intrinsics.put_half(block, 1, low)
-    intrinsics.put_word(
-        block + 4,
-        0,
-        intrinsics.put_codes(block + 8, src, low, intrinsics.reciprocal(d), f32(0.5), f32(31)),
-    )
+    high = intrinsics.put_codes(block + 8, src, low, intrinsics.reciprocal(d), f32(0.5), f32(31))
+    intrinsics.put_word(block + 4, 0, high)
 
 
 @q8_0.unpack
@@ -106,12 +100,10 @@ def dot_q8_0(x, w, n):
         a, b = intrinsics.splat(0.0), intrinsics.splat(0.0)
         for i in range(p, min(p + 256, n), 32):
             d = intrinsics.half_at(w, 0)
-            a = intrinsics.fma(
-                intrinsics.to_floats(intrinsics.chars_at(w, 2)) * d, intrinsics.load(x, i), a
-            )
-            b = intrinsics.fma(
-                intrinsics.to_floats(intrinsics.chars_at(w, 18)) * d, intrinsics.load(x, i + 16), b
-            )
+            low = intrinsics.to_floats(intrinsics.chars_at(w, 2)) * d
+            high = intrinsics.to_floats(intrinsics.chars_at(w, 18)) * d
+            a = intrinsics.fma(low, intrinsics.load(x, i), a)
+            b = intrinsics.fma(high, intrinsics.load(x, i + 16), b)
             w += 34
         total_sums += a + b
     return intrinsics.total(total_sums)
@@ -119,12 +111,9 @@ def dot_q8_0(x, w, n):
 
 @q8_0.pack
 def pack_q8_0(block, src):
-    d = intrinsics.largest(
-        intrinsics.maximum(
-            intrinsics.absolute(intrinsics.load(src, 0)),
-            intrinsics.absolute(intrinsics.load(src, 16)),
-        )
-    ) / f32(127)
+    low, high = intrinsics.load(src, 0), intrinsics.load(src, 16)
+    sizes = intrinsics.maximum(intrinsics.absolute(low), intrinsics.absolute(high))
+    d = intrinsics.largest(sizes) / f32(127)
     intrinsics.put_half(block, 0, d)
     intrinsics.put_rounded(block + 2, src, intrinsics.reciprocal(d))
     intrinsics.put_rounded(block + 18, src + 64, intrinsics.reciprocal(d))

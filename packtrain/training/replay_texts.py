@@ -16,8 +16,7 @@ from packtrain.common.events import Events
 from packtrain.data.conversations import TokenizedSamples
 from packtrain.distributed import current_world
 from packtrain.engine import ops
-from packtrain.engine.backends import Target
-from packtrain.engine.executor import Executor, Session
+from packtrain.engine.executor import Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.placement import place
 from packtrain.engine.tensor import input
@@ -78,7 +77,7 @@ class ReplayBatches(SampleBatches):
 def write_texts(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Let the base write the texts of a run that are not saved yet.
+    """Let the base write the texts that the steps of a run read and that are not saved yet.
 
     limit  most private bytes of the process
     Raises DoesNotFit, and Interrupted if `stopped()`.
@@ -89,7 +88,9 @@ def write_texts(
     mark = f"{job.fingerprint} {job.settings.seed} {train.loss_settings.mark}"
     saved_arrays = folder / FILE, mark, train.text_arrays
     precomputed.restore_arrays(*saved_arrays)
-    missing_texts = np.flatnonzero(train.text_arrays["tokens"][:, 0] < 0)
+    missing_texts = np.flatnonzero(
+        train.text_arrays["tokens"][: _num_used_texts(job, train), 0] < 0
+    )
     if missing_texts.size:
         progress = _write_missing(train, job, missing_texts, limit)
         labels = "texts of the base", "text"
@@ -97,20 +98,25 @@ def write_texts(
 
 
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
-    """Return the expected seconds of writing all texts of a run."""
+    """Return the expected seconds of writing the texts of a run."""
     train, target = job.train, job.settings.target
     if not isinstance(train, ReplayBatches) or not train.loss_settings.num_texts:
         return 0.0
-    base, rows = train.base, min(TEXTS_AT_ONCE[0], train.loss_settings.num_texts)
-    cells, decode_sizes = rows * train.loss_settings.length, RunSizes((rows,), rows)
+    base, num_texts = train.base, _num_used_texts(job, train)
+    rows, length = min(TEXTS_AT_ONCE[0], num_texts), train.loss_settings.length
+    cells, decode_sizes = rows * length, RunSizes((rows,), rows)
     cache = make_cache(base.config, cells, rows, "f16", rows, False, longest=cells)
-    placed = place_runs(base.config, cache, decode_sizes, base.matrix_dtypes(), target)[rows]
-    mean_placed = place(_head_mean_graph(base, rows), target)
-    drawing_seconds = rows * base.config.vocab_size * LOGIT_SECONDS
-    each = graph_seconds(placed, rates) + graph_seconds(mean_placed, rates) + drawing_seconds
-    num_rounds = -(-train.loss_settings.num_texts // (rows * current_world().world_size))
-    num_runs = num_rounds * train.loss_settings.length
-    return num_runs * each
+    decoding = place_runs(base.config, cache, decode_sizes, base.matrix_dtypes(), target)[rows]
+    graphs = decoding, place(_head_mean_graph(base, rows), target)
+    seconds = sum(graph_seconds(graph, rates) for graph in graphs)
+    seconds += rows * base.config.vocab_size * LOGIT_SECONDS  # to draw the tokens
+    return -(-num_texts // (rows * current_world().world_size)) * length * seconds
+
+
+def _num_used_texts(job: TrainingJob, train: ReplayBatches) -> int:
+    """Return how many texts a run reads, as full groups, which have the same bits whenever they are written."""
+    num_rows = job.steps * job.settings.grad_accumulation_steps * train.rows
+    return min(-(-num_rows // TEXTS_AT_ONCE[0]) * TEXTS_AT_ONCE[0], train.loss_settings.num_texts)
 
 
 def _write_missing(
@@ -148,15 +154,17 @@ class _ReplayWriter:
             except DoesNotFit:
                 if self.together == TEXTS_AT_ONCE[-1]:
                     raise
-        self._mean, self._head_bias = _head_mean_executor(base, job.settings.target, self.together)
+        has_bias, session = HEAD_BIAS in base.gguf.entries, Session(job.settings.target.limits)
+        self._head_bias = base.gguf.array(HEAD_BIAS) if has_bias else np.zeros(vocab_size)
+        session.share(base.stored())
+        placed = place(_head_mean_graph(base, self.together), job.settings.target)
+        self._mean = session.executors({"mean": placed})["mean"]
 
     def generate(self, text_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Write at most `together` texts; returns arrays as in ReplayBatches.text_arrays. No text ends early."""
         draws = [np.random.default_rng([self._seed, text_id]) for text_id in text_ids.tolist()]
-        outputs = {
-            name: np.zeros_like(array[text_ids])
-            for name, array in self._batches.text_arrays.items()
-        }
+        arrays = self._batches.text_arrays.items()
+        outputs = {name: np.zeros_like(array[text_ids]) for name, array in arrays}
         tokenizer, seqs = self._tokenizer, [*range(len(text_ids))]
         outputs["tokens"][:, 0] = (tokenizer.eos if tokenizer.bos is None else tokenizer.bos) or 0
         for seq in seqs:
@@ -179,15 +187,6 @@ class _ReplayWriter:
                 constants[seq] += self._head_bias[token]
             outputs["constants"][:, position] = constants
         return outputs
-
-
-def _head_mean_executor(base: ModelFile, target: Target, rows: int) -> tuple[Executor, np.ndarray]:
-    """Create an executor of the `mean` (rows, C) of the head's rows by `p` (rows, V); returns the bias (V,), too."""
-    session, bias = Session(target.limits), np.zeros(base.config.vocab_size)
-    session.share(base.stored())
-    if HEAD_BIAS in base.gguf.entries:
-        bias = base.gguf.array(HEAD_BIAS)
-    return session.executors({"mean": place(_head_mean_graph(base, rows), target)})["mean"], bias
 
 
 def _head_mean_graph(base: ModelFile, rows: int) -> Graph:

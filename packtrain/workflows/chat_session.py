@@ -56,8 +56,7 @@ class ChatSession:
         self.cells = generation_settings.cells(
             settings, model.config, generation_settings.CONTEXT, events
         )
-        if settings.warmup and settings.resident is None:
-            generation_settings.warm(model, events)
+        generation_settings.warm(settings, model, events)
         self._drafter = next(iter(make_drafters(settings, model, self.cells)), None)
         self._generator = generation_settings.load_generator(settings, model, self.cells)
         self._seed, self._num_answers = settings.drawn_seed(), 0

@@ -10,8 +10,7 @@ from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
-from packtrain.common.mapped_file import limited_pages
-from packtrain.common.memory import parse_size, private_nbytes, total_nbytes
+from packtrain.common.memory import total_nbytes
 from packtrain.common.option_rules import check_rules
 from packtrain.common.options import MODEL, SAMPLING, positional
 from packtrain.data.chat_template import choose_template, load_template, template_source
@@ -19,10 +18,9 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
 from packtrain.engine.backends import DEVICES, target
 from packtrain.engine.memory_plan import size_text
-from packtrain.engine.page_window import WindowTooSmall
 from packtrain.inference.generator import LOOP_TOKENS, Drafter, Generator, Reply, Speed
 from packtrain.inference.grammar import Grammar
-from packtrain.inference.kv_cache.context_size import OVERHEAD_NBYTES, SLACK_NBYTES, ContextPlan
+from packtrain.inference.kv_cache.context_size import ContextPlan
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES, CHECKPOINTS, RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.inference.speculative import ModelDrafter, NgramDrafter
@@ -32,7 +30,7 @@ from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, wit
 from packtrain.models.config import Config, check_context
 from packtrain.models.model_file import ModelFile, check_vocabularies, open_model
 from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
-from packtrain.planner.budget import ReportFunction, mib
+from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
 from packtrain.training.run_settings import DEVICE_HELP
 from packtrain.training.training_job import check_precision
@@ -88,6 +86,11 @@ class DecodingOptions(ModelOptions):
         0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
     )
     warmup: bool = MODEL(True, WARMUP_HELP)
+    resident: str | None = MODEL(
+        None, "limit on private memory and pages of the model in memory, together: 3GiB or 50%; the model is then read"
+        " from its file while it writes", metavar="SIZE",
+        requires="device=cpu", conflicts={"model_draft": "a second model"},
+    )  # fmt: skip
 
     @property
     def is_drafting(self) -> bool:
@@ -103,11 +106,6 @@ class GenerationSettings(Sampling, DecodingOptions):
         None, "random seed; -1: a new one each time", flags="-s", min_value=-1, max_value=MAX_SEED
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
-    resident: str | None = MODEL(
-        None, "limit on private memory and pages of the model in memory, together: 3GiB or 50%; the model is then read"
-        " from its file while it writes", metavar="SIZE",
-        requires="device=cpu", conflicts={"model_draft": "a second model"},
-    )  # fmt: skip
     stop_loops: bool = SAMPLING(True, "end a text that repeats the same words without end")
     grammar: str | None = SAMPLING(
         None, "the text follows this grammar, in GBNF", conflicts=CONSTRAINTS
@@ -295,21 +293,10 @@ def load_generator(
     """
     check_cache(model, num_cells, settings.cache_type)
     rows = rows or (settings.draft_max + 1 if settings.is_drafting else num_sequences)
-    resident, limit, pages = getattr(settings, "resident", None), 0, None
-    if resident is not None:
-        limit = parse_size(resident, "--resident")
-        plan_options = settings.cache_type, settings.swa_full, False, longest, CHECKPOINTS
-        plan = ContextPlan(model, RunSizes.of(num_cells, rows), num_sequences, *plan_options)
-        pages = limit - private_nbytes() - OVERHEAD_NBYTES - plan.nbytes(num_cells)
-    try:
-        with limited_pages(pages):
-            generator = Generator.from_model(
-                model, num_cells, DTYPES[settings.cache_type], target(settings.device), rows,
-                sequences=num_sequences, swa_full=settings.swa_full, longest=longest,
-            )  # fmt: skip
-    except WindowTooSmall as error:
-        sufficient = mib(limit + error.missing_nbytes + SLACK_NBYTES)
-        raise DoesNotFit(f"--resident {resident}: {sufficient} would do") from None
+    generator = Generator.from_model(
+        model, num_cells, DTYPES[settings.cache_type], target(settings.device), rows, sequences=num_sequences,
+        swa_full=settings.swa_full, longest=longest, resident=settings.resident,
+    )  # fmt: skip
     generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
     return generator
 
@@ -318,11 +305,13 @@ EXPERT_SUFFIX = "_exps.weight"  # ending of the names of experts' matrices
 PAGE_NBYTES, PART_NBYTES = 4096, 64 << 20  # bytes; a stop takes effect between parts
 
 
-def warm(model: ModelFile, events: Events) -> None:
-    """Read every page of the experts' weights, if they fit into memory: then it does not matter which ones are chosen.
+def warm(settings: DecodingOptions, model: ModelFile, events: Events) -> None:
+    """With --warmup, read every page of the experts' weights, if they may stay and fit into memory.
 
-    Raises Interrupted if it is stopped.
+    Then it does not matter which ones are chosen. Raises Interrupted if it is stopped.
     """
+    if not settings.warmup or settings.resident is not None:
+        return
     expert_names = [name for name in model.gguf.entries if name.endswith(EXPERT_SUFFIX)]
     expert_arrays = [model.gguf.array(name) for name in expert_names]
     expert_nbytes, available_nbytes = sum(array.nbytes for array in expert_arrays), total_nbytes()

@@ -37,6 +37,7 @@ from packtrain.workflows.generation_settings import warm
 CONTEXT = 8192  # most tokens, without --ctx
 MAX_EMBEDDING_TOKENS = 2048  # most tokens of texts that are embedded at once
 RENDERED = 40 << 20  # most bytes that the template takes for a request
+SECOND_CONTEXT = "{flag} needs a second context, which --resident does not limit; use one of them"
 REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and answered
 
 
@@ -98,10 +99,12 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     swa_checkpoints: int = MODEL(
         4, "states of the window that are kept for each slot", flags="--ctx-checkpoints", min_value=0,
     )  # fmt: skip
-    embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
+    embeddings: bool = option(
+        False, "answer /v1/embeddings, too", flags="--embedding", conflicts={"resident": SECOND_CONTEXT},
+    )  # fmt: skip
     reranking: bool = option(
         False, "answer /v1/rerank, by a Qwen3 reranker", flags="--rerank",
-        conflicts={"pooling": "as a reranker has its own pooling"},
+        conflicts={"pooling": "as a reranker has its own pooling", "resident": SECOND_CONTEXT},
     )  # fmt: skip
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
@@ -158,8 +161,7 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
     renderer, template_text, bos_text = load_renderer(settings, model, tokenizer, events)
     kernels.prepare((*kernels.GENERATION_KERNELS, *model_kernel_modules(model.config)))
     context, embedder = make_contexts(settings, model, events)
-    if settings.warmup:
-        warm(model, events)
+    warm(settings, model, events)
     engine = make_engine(settings, model, tokenizer, context)
     names = settings.names or [settings.model.name]
     adapters = [split_scale(adapter) for adapter in settings.lora]
@@ -229,7 +231,7 @@ def make_contexts(
     context = Context(
         model, cells=context_length, parts=not settings.kv_unified, swa_full=settings.swa_full,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), checkpoints=settings.swa_checkpoints,
-        memory=limit_nbytes, beside=reserved_nbytes, has_hidden_states=True,
+        memory=limit_nbytes, beside=reserved_nbytes, resident=settings.resident, has_hidden_states=True,
         rows=max(settings.parallel, settings.draft_max + 1) if settings.is_drafting else 0,
         **context_options,
     )  # fmt: skip

@@ -69,8 +69,7 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     tokenizer = model.tokenizer()
     grammar = generation_settings.load_grammar(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
-    if settings.warmup and settings.resident is None:
-        generation_settings.warm(model, events)
+    generation_settings.warm(settings, model, events)
     num_sequences = max(settings.parallel, settings.num_beams)
     size, total_cells = _context_sizes(settings, len(ids), num_sequences, model.config, events)
     generator = generation_settings.load_generator(

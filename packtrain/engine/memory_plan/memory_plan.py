@@ -170,10 +170,10 @@ def make_plan(
     arena_keys = {(space, "") for space in alignments} | {(s.space, s.arena) for s in all_storages}
     for arena_key in sorted(arena_keys):
         arena_storages = [s for s in all_storages if (s.space, s.arena) == arena_key]
-        starts, ends, sizes = lifetime_columns(arena_storages, alignments[arena_key[0]])
-        offsets = packer(starts, ends, sizes) if reuse else np.cumsum(sizes) - sizes
+        starts, stops, sizes = lifetime_columns(arena_storages, alignments[arena_key[0]])
+        offsets = packer(starts, stops, sizes) if reuse else np.cumsum(sizes) - sizes
         outside_nbytes = _outside_nbytes(placed, arena_key, alignments[arena_key[0]])
-        bounds = packing_height(sizes, offsets), *lower_bound(starts, ends, sizes)
+        bounds = packing_height(sizes, offsets), *lower_bound(starts, stops, sizes)
         pool = 0 if arena_key[1] else pool_nbytes(placed.steps, arena_key[0])
         arena_list.append(Arena(arena_key[0], *bounds, *outside_nbytes, arena_key[1], pool))
         for s, offset in zip(arena_storages, offsets.tolist(), strict=True):

@@ -15,7 +15,7 @@ from packtrain.engine.executor import Executor, Session
 from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
 from packtrain.inference.kv_cache.adapters import AdapterScales
 from packtrain.inference.kv_cache.cell_pools import CellMove, CellPools, ContextError, PlacedTokens
-from packtrain.inference.kv_cache.context_size import ContextPlan, check_room
+from packtrain.inference.kv_cache.context_size import ContextPlan, check_room, pages_within
 from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
 from packtrain.inference.kv_cache.saved_state import REREAD_MESSAGE, StateCheckpoints
@@ -46,6 +46,7 @@ class Context:
     has_hidden_states   `choices` can return hidden states of any tokens, and `head_logits` logits from them
     memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need, a number or a function
                  of the cells; DoesNotFit names what fits
+    resident     limit of this process and the pages of the model in memory, together, as memory has it; on the CPU
     say          called with messages
     """
 
@@ -54,7 +55,7 @@ class Context:
         rows: int = 0, prompts: Sequence[int] = decode_plans.PROMPT_SIZES, parts: bool = False, longest: int = 0,
         swa_full: bool = False, checkpoints: int = decode_plans.CHECKPOINTS, spacing: int = 0, hidden: bool = False,
         has_hidden_states: bool = False, memory: int | str | None = None, beside: int | Callable[[int], int] = 0,
-        target: Target = CPU, say: Callable[[str], None] = lambda line: None,
+        resident: int | str | None = None, target: Target = CPU, say: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         cell_pools.at_least(1, cells=cells, sequences=sequences)
         cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
@@ -65,9 +66,11 @@ class Context:
         layout, graphs = plan.graphs(cells)
         if memory is not None:
             check_room(cells, memory, plan.nbytes, beside)
-        session = Session(target.limits)
-        session.share(file.stored())
-        self._set_up(file.config, layout, run_sizes, session.executors(graphs), sequences, parts)
+        with pages_within(resident, cells, plan.nbytes, beside):
+            session = Session(target.limits)
+            session.share(file.stored())
+            executors = session.executors(graphs)
+        self._set_up(file.config, layout, run_sizes, executors, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, spacing or self.pools.checkpoint_spacing)
         self._origin, self._report = saved_state.state_origin(file, layout), say
 

@@ -1,16 +1,18 @@
 """Check that a context fits a memory limit, and find the largest one that does."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from packtrain.common.errors import DoesNotFit
-from packtrain.common.mapped_file import mapped_file
+from packtrain.common.mapped_file import limited_pages, mapped_file
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.memory_plan import make_plan, size_text
+from packtrain.engine.page_window import WindowTooSmall
 from packtrain.engine.placement import Placed
 from packtrain.inference.kv_cache.cell_pools import RING_MARGIN
 from packtrain.inference.kv_cache.decode_plans import RunKey, RunSizes, make_cache, place_runs
@@ -22,6 +24,7 @@ STEP = 32  # cells of a suggested context are a multiple of this
 CALL_NBYTES = 4096  # bytes of an executor for each call
 OVERHEAD_NBYTES = 24 << 20  # for compiled kernels, and for what runs allocate for moments
 SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
+NbytesOf = Callable[[int], int]  # private bytes by the number of cells
 
 
 def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, np.ndarray]) -> int:
@@ -91,9 +94,8 @@ class ContextPlan:
 
 
 def check_room(
-    num_cells: int, memory: int | str, context_nbytes: Callable[[int], int],
-    other_nbytes: int | Callable[[int], int] = 0,
-) -> None:  # fmt: skip
+    num_cells: int, memory: int | str, context_nbytes: NbytesOf, other_nbytes: int | NbytesOf = 0
+) -> None:
     """Raise DoesNotFit, which names the largest number of cells that fits, if `num_cells` need more than `memory`.
 
     context_nbytes, other_nbytes  bytes that a context with so many cells, and others beside it, will need
@@ -126,6 +128,31 @@ def check_room(
         f"a context of {num_cells:,} tokens needs {_sufficient_size(total)}, and {size_text(limit)} are allowed;"
         f" {advice}"
     )
+
+
+@contextmanager
+def pages_within(
+    resident: int | str | None,
+    num_cells: int,
+    context_nbytes: NbytesOf,
+    other_nbytes: int | NbytesOf = 0,
+) -> Iterator[None]:
+    """Limit pages of mapped files to what `resident` leaves beside private memory; arguments as of check_room.
+
+    Raises DoesNotFit if one call reads more.
+    """
+    if resident is None:
+        yield
+        return
+    limit = parse_size(resident, "resident") if isinstance(resident, str) else resident
+    private = private_nbytes() + OVERHEAD_NBYTES + context_nbytes(num_cells)
+    private += other_nbytes if isinstance(other_nbytes, int) else other_nbytes(num_cells)
+    try:
+        with limited_pages(limit - private):
+            yield
+    except WindowTooSmall as error:
+        sufficient = math.ceil((limit + error.missing_nbytes + SLACK_NBYTES) / (1 << 20))
+        raise DoesNotFit(f"--resident {resident}: {sufficient}MiB would do") from None
 
 
 def _sufficient_size(nbytes: int) -> str:

@@ -480,3 +480,12 @@ def test_a_space_that_the_decoder_treats_otherwise_is_said(
     notes: list[str] = []
     written_tokenizer(folder_of(tmp_path, change_tokenizer(pieces_json(), **changes)), notes)
     assert len(notes) == bool(line) and line in "".join(notes)
+
+
+def test_a_token_that_only_added_tokens_json_has_is_found_in_texts(tmp_path: Path) -> None:
+    folder_of(tmp_path, bytes_json())
+    (tmp_path / "added_tokens.json").write_text('{"<|tool|>": 268, "</s>": 2}')
+    assert written_tokenizer(tmp_path).encode("<|tool|>", bos=False) == [268]
+    (tmp_path / "added_tokens.json").write_text('{"<|tool|>": 259}')
+    with pytest.raises(InputError, match=r"added token 259: content is .*; it must be 'he'"):
+        written_tokenizer(tmp_path)

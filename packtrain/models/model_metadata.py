@@ -183,10 +183,9 @@ def _check_widths(keys: MetadataReader, config: Config) -> None:
         (width_key, max(config.feed_forward_lengths, default=0), 1),
         ("attention.key_length", config.head_width, config.head_count),
         ("attention.key_length_swa", config.key_length_swa, config.head_count),
-        (PER_LAYER, config.embedding_length_per_layer, 1),
-        (KV_LORA_RANK, config.kv_lora_rank, 1),
+        (PER_LAYER, config.embedding_length_per_layer, 1), (KV_LORA_RANK, config.kv_lora_rank, 1),
         ("attention.q_lora_rank", config.q_lora_rank, 1),
-    ):
+    ):  # fmt: skip
         if size * multiplier > max_width:
             limit = max_width // multiplier
             expected = f"at most {limit}, by embedding_length {config.embedding_length}"

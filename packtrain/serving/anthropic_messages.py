@@ -30,6 +30,7 @@ DELTAS = {
 
 def chat_body(body: JsonBody) -> JsonBody:
     """Return a request of /v1/messages as one of /v1/chat/completions. Raises InputError."""
+    body.refuse_unmet("messages")
     messages = list[JsonObject]()
     if body.has("system"):
         system = {"role": "system", "content": body.get("system")}
@@ -110,6 +111,8 @@ def tool_fields(body: JsonBody) -> JsonObject:
                 tool.fact("type", f"is {kind!r}; a tool here must have an input_schema")
             )
         function: JsonObject = {"name": tool.text("name"), "description": tool.text("description")}
+        if not tool.has("input_schema"):
+            raise InputError(tool.fact("input_schema", "is required"))
         function["parameters"] = tool.get_object("input_schema")
         function["strict"] = tool.get_flag("strict")
         tools.append({"type": "function", "function": function})

@@ -44,8 +44,10 @@ UNMET_FIELDS = {
     },
     "chat": {"functions function_call": "send tools and tool_choice", "best_of echo suffix": "leave it out"},
     "text": {"tools top_logprobs": "leave it out"}, "llama": {"n": "leave it out"}, "responses": {
-        "background conversation prompt max_tool_calls top_logprobs logprobs response_format": "leave it out"
+        "background conversation prompt max_tool_calls top_logprobs logprobs": "leave it out",
+        "response_format": "send text.format", "reasoning_effort": "send reasoning",
     },
+    "messages": {"response_format reasoning_effort": "send output_config", "stop": "send stop_sequences"},
 }  # fmt: skip
 # values that ask for nothing, and those of fields for which others do
 IDLE_VALUES: tuple[Any, ...] = None, False, 0, -1, "", [], {}

@@ -51,7 +51,8 @@ class RequestTools:
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             choice, functions = _allowed_functions(choice, functions)
         elif isinstance(choice, dict):
-            choice = _named(choice, "tool_choice")
+            kind = choice.get("type")
+            choice = kind if kind in ("auto", "none", "required") else _named(choice, "tool_choice")
         if not isinstance(choice, str):
             raise InputError("tool_choice must be auto, none, required, or an object with a name")
         names = [function["name"] for function in functions]

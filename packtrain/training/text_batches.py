@@ -111,9 +111,8 @@ class TextBatches(IndexedBatches):
         news = padded(is_document_start[:-1], bool)
         news[[0, *([count] if padding else [])]] = True
         return {
-            "tokens": padded(ids[:-1], np.int32),
-            "targets": padded(ids[1:], np.int32),
+            "tokens": padded(ids[:-1], np.int32), "targets": padded(ids[1:], np.int32),
             "weights": padded(~is_document_start[1:], np.float32),
             "pos": (indices - np.maximum.accumulate(np.where(news, indices, 0))).astype(np.int32),
             "seq": (np.cumsum(news) - 1).astype(np.int32),
-        }
+        }  # fmt: skip

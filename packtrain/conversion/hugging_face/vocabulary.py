@@ -147,7 +147,9 @@ class _VocabularyFiles:
         """Store the tokens of tokenizer_config.json that transformers adds to the vocabulary or makes special."""
         file, about, has_pieces = "tokenizer_config.json", self.about, self.piece_model is not None
         listed = {t.get("id"): t for t in map(as_object, as_list(self.fast.get("added_tokens")))}
-        decoded, ids = as_object(about.get("added_tokens_decoder")), self.ids
+        added_ids, ids = _optional(self.folder / "added_tokens.json"), self.ids
+        decoded = {str(i): {"content": t} for t, i in added_ids.items() if t not in ids}
+        decoded |= as_object(about.get("added_tokens_decoder"))
         texts = dict(zip(ids.values(), ids, strict=True))
         for id, token in ((int(i), as_object(decoded[i])) for i in decoded if i.isdecimal()):
             stored_token = listed.get(id, {**token, "content": texts.get(id, token.get("content"))})
@@ -164,9 +166,7 @@ class _VocabularyFiles:
         special_tokens += as_object(about.get("extra_special_tokens")).values()
         for token in (t for t in special_tokens if _text(t) in ids):
             id, flags = ids[str(_text(token))], as_object(token)
-            self.strip_flags += [
-                (file, id, name) for name in STRIP_FLAGS if flags.get(name) is True
-            ]
+            self.strip_flags += [(file, id, n) for n in STRIP_FLAGS if flags.get(n) is True]
             if self.token_types[id] == NORMAL:
                 self.token_types[id] = CONTROL
 

@@ -421,10 +421,10 @@ def test_flags_of_tokens_that_two_files_state_otherwise_are_refused(
 @pytest.mark.parametrize(
     "about",
     [
-        {"eos_token": "</s>"},
-        {"additional_special_tokens": ["</s>"]},
-        {"extra_special_tokens": {"end": {"content": "</s>"}}},
-        {"added_tokens_decoder": {"2": added(2, "</s>")}},
+        {"bos_token": "<s>"},
+        {"additional_special_tokens": ["<s>"]},
+        {"extra_special_tokens": {"end": {"content": "<s>"}}},
+        {"added_tokens_decoder": {"1": added(1, "<s>")}},
     ],
 )
 @pytest.mark.parametrize("base", [bytes_json, pieces_json])
@@ -433,7 +433,7 @@ def test_a_plain_token_that_a_file_makes_special_is_found_in_texts(
 ) -> None:
     fast = change_tokenizer(base(), added_tokens=[])
     tokenizer = written_tokenizer(folder_of(tmp_path, fast, **about))
-    assert tokenizer.encode("</s>", bos=False) == [2]
+    assert tokenizer.encode("<s>", bos=False) == [1]
 
 
 def test_no_empty_token_is_the_first_or_last(tmp_path: Path) -> None:

@@ -456,3 +456,32 @@ def test_the_ramp_is_rounded_only_where_transformers_rounds_it(value: Any, tmp_p
     off = config | {"rope_scaling": SHORT_YARN | {"truncate": False}}
     assert content(described(tmp_path / "m", scaling)) == content(described(tmp_path / "m", off))
     assert "rope_freqs.weight" in described(tmp_path / "m", scaling).computed_tensors
+
+
+def test_a_text_config_that_contradicts_the_config_is_refused(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m")
+    alike = content(described(tmp_path / "m", config | {"text_config": {"rope_theta": 10000.0}}))
+    assert alike == content(described(tmp_path / "m", config))
+    with pytest.raises(
+        InputError, match=r"rope_theta is 10000\.0; it must be 5\.0, as in text_config"
+    ):
+        described(tmp_path / "m", config | {"text_config": {"rope_theta": 5.0}})
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    [
+        5,
+        {"default": "x"},
+        [{"name": "default"}],
+        [{"template": "x"}],
+        ["x"],
+        [{"name": "tool-use", "template": "a"}, {"name": "tool_use", "template": "b"}],
+    ],
+)
+def test_no_chat_template_is_dropped(chat_template: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    about = json.dumps({"chat_template": chat_template})
+    (tmp_path / "m/tokenizer_config.json").write_text(about)
+    with pytest.raises(InputError, match=r"chat_template .*it must be a text or named texts"):
+        convert(tmp_path / "m", tmp_path / "m.gguf")

@@ -363,15 +363,18 @@ def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Metadat
     elif chat_template is None:
         chat_template = _optional(folder / "chat_template.json").get("chat_template")
     if not isinstance(chat_template, list):
-        chat_template = [{"name": "default", "template": chat_template}]
+        text_entry = {"name": "default", "template": chat_template}
+        chat_template = [] if chat_template is None else [text_entry]
     values_by_key: dict[str, MetadataValue] = {}
     allowed = string.ascii_letters + string.digits
     for template_entry in map(as_object, chat_template):
         name, template = (_text(template_entry.get(key)) for key in ("name", "template"))
-        if name and template is not None:
-            name = "".join(c if c in allowed else "_" for c in name)
-            suffix = "" if name == "default" else f".{name}"
-            values_by_key[suffix] = MetadataValue("string", template)
+        stored_name = "".join(c if c in allowed else "_" for c in name or "")
+        suffix = "" if name == "default" else f".{stored_name}"
+        if not name or template is None or suffix in values_by_key:
+            fact = f"{folder}: chat_template {str(template_entry)[:60]} is no text"
+            raise InputError(fact, "it must be a text or named texts")
+        values_by_key[suffix] = MetadataValue("string", template)
     values = {f"tokenizer.chat_template{name}": value for name, value in values_by_key.items()}
     template_names = [name[1:].encode() for name in values_by_key if name]
     if template_names:

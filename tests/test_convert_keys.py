@@ -424,3 +424,64 @@ def test_an_end_that_only_the_map_of_special_tokens_has(tmp_path: Path) -> None:
     )
     convert(tmp_path / "m", tmp_path / "m.gguf")
     assert GGUF(tmp_path / "m.gguf").metadata["tokenizer.ggml.eos_token_id"] == 2
+
+
+SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG_ROPE = hugging_face.LONG | {"attention_factor": 0}
+WRONG_ROPES: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_scaling": SHORT_YARN, "original_max_position_embeddings": 32}, "embeddings is 32; it must be 16"),
+    ("llama", {"rope_parameters": SHORT_YARN, "original_max_position_embeddings": 32}, "is 32; it must be 16"),
+    ("llama", {"rope_scaling": SHORT_YARN | {"rope_theta": 5e5}}, "rope_theta is 10000.0; it must be 500000.0"),
+    ("llama", {"rope_scaling": SHORT_YARN | {"attention_factor": 0}}, "attention_factor is 0; it must be a number"),
+    ("phi3", {"rope_scaling": LONG_ROPE}, "attention_factor is 0; it must be a number"),
+    ("llama", {"rope_scaling": SHORT_YARN | {"original_max_position_embeddings": 16.5}}, "must be a whole number"),
+    ("llama", {"rope_scaling": hugging_face.LLAMA_3 | {"low_freq_factor": 4.0}}, "below high_freq_factor"),
+    ("llama", {"rope_scaling": hugging_face.LLAMA_3 | {"low_freq_factor": 5.0}}, "below high_freq_factor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), WRONG_ROPES)
+def test_settings_of_rope_that_contradict_each_other_are_refused(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    with pytest.raises(InputError, match=words):
+        described(tmp_path / "m", config | changes)
+
+
+@pytest.mark.parametrize("value", [None, 0, False])
+def test_the_ramp_is_rounded_only_where_transformers_rounds_it(value: Any, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m")
+    scaling = config | {"rope_scaling": SHORT_YARN | {"truncate": value}}
+    off = config | {"rope_scaling": SHORT_YARN | {"truncate": False}}
+    assert content(described(tmp_path / "m", scaling)) == content(described(tmp_path / "m", off))
+    assert "rope_freqs.weight" in described(tmp_path / "m", scaling).computed_tensors
+
+
+def test_a_text_config_that_contradicts_the_config_is_refused(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m")
+    alike = content(described(tmp_path / "m", config | {"text_config": {"rope_theta": 10000.0}}))
+    assert alike == content(described(tmp_path / "m", config))
+    with pytest.raises(
+        InputError, match=r"rope_theta is 10000\.0; it must be 5\.0, as in text_config"
+    ):
+        described(tmp_path / "m", config | {"text_config": {"rope_theta": 5.0}})
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    [
+        5,
+        {"default": "x"},
+        [{"name": "default"}],
+        [{"template": "x"}],
+        ["x"],
+        [{"name": "tool-use", "template": "a"}, {"name": "tool_use", "template": "b"}],
+    ],
+)
+def test_no_chat_template_is_dropped(chat_template: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    about = json.dumps({"chat_template": chat_template})
+    (tmp_path / "m/tokenizer_config.json").write_text(about)
+    with pytest.raises(InputError, match=r"chat_template .*it must be a text or named texts"):
+        convert(tmp_path / "m", tmp_path / "m.gguf")

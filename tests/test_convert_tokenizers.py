@@ -395,3 +395,97 @@ def test_recorded_ids_are_those_of_the_package_where_it_is_installed(tmp_path: P
         folder_of(tmp_path, change_tokenizer(pieces_json(), **changes))
         hf_tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert hf_tokenizer.encode("hell worL h").ids == ids
+
+
+# ---- the files beside tokenizer.json ---------------------------------------------------------------------------
+
+OTHER_FLAGS: list[tuple[dict[str, Any], str]] = [
+    ({"added_tokens_decoder": {"2": added(2, "</s>", lstrip=True)}}, "added token 2: lstrip is True; it must be False"),
+    ({"added_tokens_decoder": {"2": added(2, "</s>", single_word=True)}}, "single_word is True"),
+    ({"added_tokens_decoder": {"2": added(2, "</s>", special=False)}}, "special is False; it must be True"),
+    ({"added_tokens_decoder": {"2": added(2, "<end>")}}, "content is '<end>'; it must be '</s>'"),
+    ({"added_tokens_decoder": {"259": added(259, "<x>")}}, "content is '<x>'; it must be 'he'"),
+    ({"eos_token": {"content": "</s>", "lstrip": True}}, "'</s>': lstrip is true"),
+    ({"additional_special_tokens": [{"content": "</s>", "rstrip": True}]}, "'</s>': rstrip is true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("about", "line"), OTHER_FLAGS)
+def test_flags_of_tokens_that_two_files_state_otherwise_are_refused(
+    about: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=line):
+        written_tokenizer(folder_of(tmp_path, bytes_json(), **about))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"bos_token": "<s>"},
+        {"additional_special_tokens": ["<s>"]},
+        {"extra_special_tokens": {"end": {"content": "<s>"}}},
+        {"added_tokens_decoder": {"1": added(1, "<s>")}},
+    ],
+)
+@pytest.mark.parametrize("base", [bytes_json, pieces_json])
+def test_a_plain_token_that_a_file_makes_special_is_found_in_texts(
+    base: Any, about: dict[str, Any], tmp_path: Path
+) -> None:
+    fast = change_tokenizer(base(), added_tokens=[])
+    tokenizer = written_tokenizer(folder_of(tmp_path, fast, **about))
+    assert tokenizer.encode("<s>", bos=False) == [1]
+
+
+def test_no_empty_token_is_the_first_or_last(tmp_path: Path) -> None:
+    fast = change_tokenizer(bytes_json(), added_tokens=[*SPECIAL, added(268, "")])
+    tokenizer = written_tokenizer(folder_of(tmp_path, fast))
+    assert (tokenizer.bos, tokenizer.eos) == (1, 2)
+
+
+def test_answers_end_at_all_tokens_at_which_the_checkpoints_end(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 259, 260, true, 9999]}')
+    tokenizer = written_tokenizer(folder_of(tmp_path, bytes_json()))
+    assert (tokenizer.eos, tokenizer.eog_ids) == (2, {2, 259, 260})
+
+
+def test_a_post_processor_that_puts_another_id_is_refused(tmp_path: Path) -> None:
+    special = {"<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, TEXT]
+    template = step("TemplateProcessing", single=single, pair=[], special_tokens=special)
+    with pytest.raises(InputError, match=r"post_processor: <s> is \[7\]; it must be \[1\]"):
+        written_tokenizer(folder_of(tmp_path, bytes_json() | {"post_processor": template}))
+
+
+TO_TEXT = step("Replace", pattern={"String": SPACE}, content=" ")
+PARTS = (TO_TEXT, step("ByteFallback"), step("Fuse"))
+CUT_SPACE = step("Strip", content=" ", start=1, stop=0)
+
+
+@pytest.mark.parametrize(
+    ("has_space", "decoder", "line"),
+    [
+        (False, [*PARTS, CUT_SPACE], "decoder drops a space before a text"),
+        (False, [*PARTS[1:], metaspace()], "decoder drops a space before a text"),
+        (True, PARTS, "decoder keeps a space before a text"),
+        (True, [*PARTS, CUT_SPACE], ""),
+        (False, PARTS, ""),
+        (False, [*PARTS[1:], metaspace("never")], ""),
+    ],
+)
+def test_a_space_that_the_decoder_treats_otherwise_is_said(
+    has_space: bool, decoder: Any, line: str, tmp_path: Path
+) -> None:
+    steps = with_normalizer(*([PREPEND, TO_SPACE] if has_space else [TO_SPACE]))
+    changes = steps | {"pre_tokenizer": None, "decoder": sequence("decoders", *decoder)}
+    notes: list[str] = []
+    written_tokenizer(folder_of(tmp_path, change_tokenizer(pieces_json(), **changes)), notes)
+    assert len(notes) == bool(line) and line in "".join(notes)
+
+
+def test_a_token_that_only_added_tokens_json_has_is_found_in_texts(tmp_path: Path) -> None:
+    folder_of(tmp_path, bytes_json())
+    (tmp_path / "added_tokens.json").write_text('{"<|tool|>": 268, "</s>": 2}')
+    assert written_tokenizer(tmp_path).encode("<|tool|>", bos=False) == [268]
+    (tmp_path / "added_tokens.json").write_text('{"<|tool|>": 259}')
+    with pytest.raises(InputError, match=r"added token 259: content is .*; it must be 'he'"):
+        written_tokenizer(tmp_path)

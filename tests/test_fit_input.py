@@ -232,3 +232,12 @@ def test_a_short_fit_on_nan_ends_with_an_error() -> None:
     data = {"x": np.full((4, 4, 5), np.nan, np.float32), "y": np.zeros((4, 4), np.int32)}
     with pytest.raises(ArithmeticError, match="step 2: the loss or gradient is not finite"):
         pt.fit(four_label_model, data, pt.AdamW(lr=0.1), batch=2, epochs=1, val_split=0)
+
+
+def test_masked_values_are_refused():
+    columns = data()
+    masked = np.ma.masked_where(columns["x"] > 0, columns["x"])
+    with pytest.raises(pt.InputError, match="x has masked values; fill them"):
+        pt.fit(net, {**columns, "x": masked}, batch=200)
+    done = pt.fit(net, {**columns, "x": np.ma.masked_array(columns["x"])}, batch=200)
+    assert done.weights["in"].size

@@ -23,6 +23,7 @@ from tests.test_samples import TURN as ASKS
 
 __all__ = ["model"]  # a fixture
 ASK = {"question": "why", "answer": "so"}
+CALL_TEXT = '{"name": "f", "arguments": {"a": 1}}'
 CALL = {"name": "f", "arguments": '{"a": 1}'}
 
 
@@ -170,3 +171,58 @@ def test_a_legacy_call_of_a_function_is_a_call_of_a_tool(tmp_path: Path, content
         read_conversation(tmp_path, {"messages": [PAIR[0], both]})
     with pytest.raises(InputError, match="the user calls a tool; only the assistant can"):
         read_conversation(tmp_path, {"messages": [{**PAIR[0], "tool_calls": [CALL]}, PAIR[1]]})
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "name", ["parameters", "input_schema", "inputSchema", "parametersJsonSchema"]
+)
+def test_the_schema_of_a_tool_is_read_whatever_its_name(tmp_path: Path, name: str):
+    row = {"messages": PAIR, "tools": [{"name": "f", name: SCHEMA}]}
+    (tool,) = read_conversation(tmp_path, row).tools or []
+    assert tool["function"]["parameters"] == SCHEMA
+
+
+@pytest.mark.parametrize("name", ["arguments", "parameters", "input", "args", "kwargs"])
+def test_the_arguments_of_a_call_are_read_whatever_their_name(tmp_path: Path, name: str):
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", name: {"a": 1}}]}
+    (call,) = read_conversation(tmp_path, {"messages": [PAIR[0], called]}).messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"a": 1}
+
+
+THINKS = {**PAIR[1], "reasoning_content": "first"}
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [{**PAIR[0], "value": "other"}, PAIR[1]]}, "content and value differ"),
+    ({"messages": [PAIR[0], {**THINKS, "thinking": "second"}]}, "reasoning_content and thinking differ"),
+    ({"messages": [PAIR[0], {**THINKS, "reasoning": "second"}]}, "reasoning_content and reasoning differ"),
+    ({"messages": [PAIR[0], {**PAIR[1], "tool_calls": [{"name": "f", "args": {"a": 1}, "input": {"a": 2}}]}]},
+     "input and args differ"),
+    ({"messages": PAIR, "tools": [{"name": "f", "parameters": SCHEMA, "input_schema": {}}]}, "input_schema differ"),
+    ({"messages": [PAIR[0], {**PAIR[1], "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "not an object"),
+    ({"messages": PAIR, "tools": [{"type": "web_search_20250305", "name": "f"}]}, "type is 'web_search_20250305'"),
+    ({"prompt": "why", "completion": "so", "history": {"a": "b"}}, "history must be a list of pairs"),
+    ({"prompt": "why", "completion": "so", "loss_mask": [0, 1]}, "loss_mask is .*what is not trained on"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "words"), CONTRADICTIONS)
+def test_no_value_of_a_row_is_dropped_beside_another(
+    tmp_path: Path, row: dict[str, Any], words: str
+):
+    with pytest.raises(InputError, match=words):
+        read_conversation(tmp_path, row)
+
+
+def test_a_call_is_a_call_however_its_role_is_written(tmp_path: Path):
+    turns = [{"from": "human", "value": "why"}, {"from": "Function_Call", "value": CALL_TEXT}]
+    message = read_conversation(tmp_path, {"conversations": turns}).messages[1]
+    assert message["tool_calls"][0]["function"]["name"] == "f" and not message["content"]
+
+
+def test_answers_in_a_prompt_of_messages_are_context(tmp_path: Path, model: Path):
+    rows = [{"prompt": [*PAIR, ASKS], "completion": [{"role": "assistant", "content": "two"}]}]
+    dataset = build_dataset(write_data(tmp_path, rows), model, tmp_path)
+    (text,) = learned_texts(dataset.train, model)
+    assert text.count("[[") == 1 and "two" in text.partition("[[")[2]

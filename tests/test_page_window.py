@@ -308,7 +308,8 @@ def test_a_run_that_stops_early_leaves_a_known_memory(tmp_path):
 
 
 @needs_pages
-def test_experts_stay_as_long_as_there_is_room_for_them(tmp_path, monkeypatch):
+def test_experts_stay_as_long_as_there_is_room_for_them(tmp_path, monkeypatch, releases):
+    """One by one they leave, those that were chosen longest ago first; what all tokens need stays."""
     random_model(tmp_path / "base.gguf", "llama experts")
     model = open_model(tmp_path / "base.gguf")
     file, prefetch = mapped_file(model.stored()["token_embd.weight"]), MappedFile.prefetch
@@ -325,8 +326,11 @@ def test_experts_stay_as_long_as_there_is_room_for_them(tmp_path, monkeypatch):
         with limited_pages(limit):
             context = Context(model, cells=64)
         for token in (1, 2, 3, 4, 1, 2, 3, 4):
+            releases.clear()
             logits = context.decode([token])
             assert file.resident_nbytes() <= limit
+        expert_nbytes = model.stored()["blk.0.ffn_up_exps.weight"][0].nbytes
+        assert all(stop - start == expert_nbytes for start, stop in releases)
         results.append(logits)
         counts.append(sum(prefetched))
         prefetched.clear()

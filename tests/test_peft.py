@@ -301,3 +301,48 @@ def test_pickled_adapters_are_named(llama: Path):
         InputError, match=r"adapter_model\.bin: pickled tensors are not read; load it"
     ):
         read_peft(llama / "lora", open_model(llama / "base.gguf"))
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layers_to_transform": [0], "layers_pattern": "layers"}, "layers_to_transform leave it out"),
+    ({"r": 8}, "the rank of .* is not the 4 of its A and B"),
+    ({"rank_pattern": {"q_proj": 8}}, f"the rank of {Q_PROJ} is not the 4"),
+    ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\]; it must be of type dict"),
+    ({"use_rslora": "false"}, "use_rslora is 'false'; it must be of type bool"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_a_configuration_that_does_not_fit_its_tensors_is_refused(
+    llama: Path, changes: dict[str, Any], words: str
+):
+    config_path = llama / "lora" / CONFIG
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | changes))
+    with pytest.raises(InputError, match=words):
+        read_peft(llama / "lora", open_model(llama / "base.gguf"))
+
+
+def test_an_alpha_for_a_modules_name_in_a_vision_model_is_found(llama: Path):
+    folder, model = llama / "lora", open_model(llama / "base.gguf")
+    before = read_peft(folder, model).lora_pairs["blk.0.attn_q.weight"][1]
+    tensors = {name: stored.array() for name, stored in open_file(folder / TENSORS).items()}
+    renamed = {
+        n.replace(".model.model.", ".model.model.language_model."): a for n, a in tensors.items()
+    }
+    write_safetensors(folder / TENSORS, {name: np.array(array) for name, array in renamed.items()})
+    config = json.loads((folder / CONFIG).read_text())
+    config["alpha_pattern"] = {Q_PROJ.replace("model.", "model.language_model."): 2 * ALPHA}
+    (folder / CONFIG).write_text(json.dumps(config))
+    after = read_peft(folder, model)
+    scale = after.alpha / ALPHA
+    assert np.allclose(after.lora_pairs["blk.0.attn_q.weight"][1] * scale, 2 * before)
+
+
+def test_a_half_that_stands_twice_is_refused(llama: Path):
+    path = llama / "lora" / TENSORS
+    tensors = {name: np.array(stored.array()) for name, stored in open_file(path).items()}
+    name = f"{Q_PROJ}.lora_A.weight"
+    write_safetensors(path, tensors | {name: tensors[f"base_model.model.{name}"] * 2})
+    with pytest.raises(InputError, match=f"{Q_PROJ} has A twice"):
+        read_peft(llama / "lora", open_model(llama / "base.gguf"))

@@ -3,12 +3,14 @@
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 import packtrain as pt
-from tests.clients import Api, model_api, openai
+from tests.clients import ASK, Api, model_api, openai
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,68 @@ def test_what_completions_do_not_do_is_refused(api):
     for unsupported_options in ({"suffix": "end"}, {"best_of": 2}):
         with pytest.raises(openai.BadRequestError, match="is not supported"):
             api.write(**unsupported_options)
+
+
+UNMET: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"modalities": ["text", "audio"]}, "text only"),
+    ("chat/completions", {"web_search_options": {}}, "web_search_options is not supported"),
+    ("chat/completions", {"guided_choice": ["a", "b"]}, "send response_format or grammar"),
+    ("chat/completions", {"structured_outputs": {"choice": ["a"]}}, "send response_format or grammar"),
+    ("chat/completions", {"repetition_penalty": 1.5}, "send repeat_penalty"),
+    ("chat/completions", {"enable_thinking": False}, "send chat_template_kwargs"),
+    ("chat/completions", {"verbosity": "low"}, "verbosity is not supported"),
+    ("chat/completions", {"best_of": 2}, "best_of is not supported"),
+    ("chat/completions", {"echo": True}, "echo is not supported"),
+    ("completions", {"tools": [{"name": "f"}]}, "tools is not supported"),
+    ("completions", {"top_logprobs": 3}, "top_logprobs is not supported"),
+    ("completions", {"stop_token_ids": [5]}, "send stop"),
+    ("completions", {"min_keep": 3}, "min_keep is not supported"),
+    ("responses", {"text": {"verbosity": "low"}}, "text.verbosity is not supported"),
+    ("responses", {"logprobs": True}, "logprobs is not supported"),
+    ("responses", {"response_format": {"type": "json_object"}}, "response_format is not supported"),
+    ("responses", {"reasoning_effort": "high"}, "send reasoning"),
+    ("messages", {"response_format": {"type": "json_object"}}, "send output_config"),
+    ("messages", {"stop": ["e"]}, "send stop_sequences"),
+    ("messages", {"tools": [{"name": "f", "parameters": {"type": "object"}}]}, "tools[0].input_schema is required"),
+    ("messages", {"mcp_servers": [{"type": "url", "url": "x"}]}, "mcp_servers is not supported"),
+    ("../completion", {"n": 2}, "n is not supported"),
+    ("../completion", {"n_cmpl": 2}, "n_cmpl is not supported"),
+    ("../completion", {"grammar_lazy": True}, "grammar_lazy is not supported"),
+    ("../completion", {"image_data": [{"id": 1, "data": "x"}]}, "text only"),
+    ("../completion", {"adaptive_target": 0.5}, "adaptive_target is not supported"),
+]  # fmt: skip
+IDLE = {
+    "modalities": ["text"], "repetition_penalty": 1.0, "verbosity": "medium", "best_of": 1, "echo": False,
+    "min_keep": 0, "grammar_lazy": False, "adaptive_target": -1.0, "image_data": [], "n": 1, "documents": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields", "words"), UNMET)
+def test_fields_that_change_answers_of_other_servers_are_refused_by_name(api, path, fields, words):
+    body = {"messages": ASK, "prompt": "the", "input": "the", "max_tokens": 1}
+    body = {k: v for k, v in body.items() if k != "prompt" or path != "responses"}
+    response = httpx.post(f"{api.address}/v1/{path}", json=body | fields, timeout=60)
+    assert response.status_code == 400 and words in response.json()["error"]["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(api):
+    assert api.chat(max_tokens=1, extra_body=IDLE).choices
+
+
+@pytest.mark.parametrize(
+    "extra_body",
+    [
+        {"json_schema": {"name": "x", "schema": {"const": 1}}},
+        {"json_schema": {"name": "x", "strict": True}},
+        {"response_format": {"type": "json_object", "json_schema": {"schema": {"const": 1}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        {"response_format": {"type": "json_schema", "schema": {"name": "x", "schema": {}}}},
+    ],
+)
+def test_a_schema_in_a_wrapper_is_not_any_document(api, extra_body):
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        api.write(extra_body=extra_body)
 
 
 def test_embeddings_as_numbers_and_packed(api):

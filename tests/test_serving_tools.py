@@ -280,6 +280,16 @@ def test_only_allowed_tools_are_called(api, dense):
             assert call.function.name == name
 
 
+@pytest.mark.parametrize("kind", ["auto", "none", "required"])
+def test_a_choice_in_an_object_is_that_choice(api, dense, kind):
+    answers = [
+        api.chat(tools=TOOLS[:1], tool_choice=choice, **dense).choices[0].message
+        for choice in (kind, {"type": kind})
+    ]
+    assert answers[0].content == answers[1].content
+    assert [bool(answer.tool_calls) for answer in answers] == [kind == "required"] * 2
+
+
 def test_a_legacy_call_in_a_request_is_a_call_of_a_tool(api):
     call = {"name": "get_time", "arguments": '{"zone": "utc"}'}
     result = {"role": "function", "name": "get_time", "content": "12"}

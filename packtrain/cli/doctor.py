@@ -58,10 +58,9 @@ def run(settings: DoctorSettings) -> int:
         levels = (level for level in KERNEL_LEVELS if level in machine["features"])
         report["kernel_level"] = next(levels, "any CPU of its kind")
         report["kernels"] = {
-            "modules": len(names),
-            "missing": len(kernel_cache.missing_modules(names)),
+            "modules": len(names), "missing": len(kernel_cache.missing_modules(names)),
             "folders": sorted({str(p.parent) for p in map(kernel_cache.complete, names) if p}),
-        }
+        }  # fmt: skip
     print(json.dumps(report, indent=2) if settings.json else "\n".join(_lines(report)))
     return FAILED if report["problems"] else DONE
 

@@ -123,8 +123,7 @@ class TerminalEvents(Events):
         print_row(text)
 
     def plan(self, run_plan: Any) -> None:
-        text = run_plan.ended or "\n".join([str(run_plan), *run_plan.notes])
-        self.message(text, "plan")
+        self.message(run_plan.ended or "\n".join([str(run_plan), *run_plan.notes]), "plan")
 
     @contextmanager
     def training(

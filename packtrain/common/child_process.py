@@ -34,12 +34,9 @@ def run_in_child(
     Raises RuntimeError with the last line of the child's stderr if the function raises.
     """
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "packtrain.common.child_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=variables(),
-    ) as child:
+        [sys.executable, "-P", "-m", "packtrain.common.child_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=variables(),
+    ) as child:  # fmt: skip
         try:
             request = pickle.dumps((function, args, kwargs))
             try:

@@ -38,9 +38,8 @@ ON_ALL_RANKS, WITH_OPTIMIZER = "on all ranks", "with the optimizer"
 Rules = str | Mapping[str, str]  # conditions, each with a reason, see common.option_rules
 VARIABLE_PREFIX = "PACKTRAIN_"
 SWITCH_WORDS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+    **dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False),
+}  # fmt: skip
 EXPECTED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -132,9 +131,8 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
         choices = metadata.get("choices")
         placeholder = f"{{{','.join(choices)}}}" if choices else METAVARS[value_type]
         argument_options |= {
-            "metavar": metadata.get("metavar") or placeholder,
-            "action": "append" if is_list else "store",
-        }
+            "metavar": metadata.get("metavar") or placeholder, "action": "append" if is_list else "store",
+        }  # fmt: skip
     flag_names = [flag(field.name), *metadata["flags"]]
     home.add_argument(*sorted(flag_names, key=len), dest=field.name, **argument_options)
 

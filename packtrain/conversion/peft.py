@@ -50,6 +50,7 @@ FIELD_KINDS = {name: kind for kind, names in CONFIG_FIELDS.items() for name in n
 OFF_VALUES: tuple[Any, ...] = None, False, "", [], {}
 # starts of A and B that leave the base as it is; with all others, PEFT subtracts A and B from the base it loads
 NEUTRAL_INITS = None, True, False, "true", "gaussian", "orthogonal", "eva", "lora_ga"
+FIELD_TYPES = {"use_rslora": bool, "alpha_pattern": dict, "rank_pattern": dict, "r": int}
 SCALE_TOLERANCE, NUM_COMPARED_ROWS = 1e-9, 1 << 10
 
 
@@ -124,9 +125,9 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
     halves = _read_halves(folder / TENSORS, config, model)
     alpha, by_tensor = 0.0, dict[str, dict[int | None, Pair]]()
     modules = places(model)
-    for module, (a, b) in halves.items():
-        matrix, rank = modules[module], b.shape[-1]
-        scale = _lora_scale(folder / CONFIG, config, module, rank)
+    for name, (a, b) in halves.items():
+        matrix, rank = modules[language_model_name(name)], b.shape[-1]
+        scale = _lora_scale(folder / CONFIG, config, name, rank)
         alpha = alpha or scale * rank
         if abs(scale * rank / alpha - 1) > SCALE_TOLERANCE:  # a GGUF adapter has one alpha
             b = b * np.float32(scale * rank / alpha)
@@ -143,7 +144,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
     for key, value in config.items():
-        field_kind = FIELD_KINDS.get(key)
+        field_kind, field_type = FIELD_KINDS.get(key), FIELD_TYPES.get(key)
+        if field_type and type(value) not in (field_type, type(None)):
+            raise InputError(
+                f"{path}: {key} is {value!r}; it must be of type {field_type.__name__}"
+            )
         if field_kind in ("honoured", "without effect") or _is_any(value, OFF_VALUES):
             continue
         problem = "which an adapter file cannot hold" if field_kind else "unknown to packtrain"
@@ -182,8 +187,8 @@ def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
         listed = listed if isinstance(listed, list) else [listed]
         return listed == [None] or bool(layer_match and int(layer_match[1]) in listed)
 
-    is_targeted = not config.get("target_modules") or (is_listed("target_modules") and layer())
-    if not is_targeted or is_listed("exclude_modules"):
+    is_targeted = not config.get("target_modules") or is_listed("target_modules")
+    if not is_targeted or not layer() or is_listed("exclude_modules"):
         raise InputError(
             f"{path}: {module} has A and B, and target_modules, exclude_modules or layers_to_transform leave it out;"
             " PEFT would not use them: remove one or the other"
@@ -199,11 +204,17 @@ def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
 
 def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return the scale of B A in this module."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in as_object(config.get("alpha_pattern")).items():
-        if _matches(path, "alpha_pattern", rf"(.*\.)?({pattern})", module):
-            alpha = value
-            break
+
+    def setting(key: str, pattern_key: str, default: Any) -> Any:
+        names = {module, language_model_name(module)}  # versions of transformers name it otherwise
+        for pattern, value in as_object(config.get(pattern_key)).items():
+            if any(_matches(path, pattern_key, rf"(.*\.)?({pattern})", name) for name in names):
+                return value
+        return config.get(key, default)
+
+    alpha = setting("lora_alpha", "alpha_pattern", 8)
+    if setting("r", "rank_pattern", rank) not in (rank, None):
+        raise InputError(f"{path}: the rank of {module} is not the {rank} of its A and B")
     if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha == 0:
         fact = f"{path}: lora_alpha of {module} is {alpha!r}; it must be a number other than 0"
         raise InputError(fact)
@@ -211,8 +222,8 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
 
 
 def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
-    """Read A and B of each module, f32; a copy of the base's embedding or head may stand beside them."""
-    by_module = dict[str, dict[str, np.ndarray]]()
+    """Read A and B of each module, f32, by its name in the file; beside them may be the base's embedding or head."""
+    by_module, names = dict[str, dict[str, np.ndarray]](), dict[str, str]()
     modules = places(model)
     for name, stored_tensor in open_file(path).items():
         name_match = HALF_PATTERN.fullmatch(name)
@@ -229,13 +240,15 @@ def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dic
         if half_matrix.ndim != 2 or 0 in half_matrix.shape or not np.isfinite(half_matrix).all():
             fact = f"{path}: {name} is {[*half_matrix.shape]}"
             raise InputError(f"{fact}; it must be a matrix of finite numbers")
-        by_module.setdefault(module, {})[name_match[2]] = half_matrix
+        if name_match[2] in by_module.setdefault(module, {}):
+            raise InputError(f"{path}: {module} has {name_match[2]} twice; one of them must go")
+        by_module[module][name_match[2]], names[module] = half_matrix, name_match[1]
     for module, halves in by_module.items():
         if len(halves) < 2 or halves["A"].shape[0] != halves["B"].shape[1]:
             raise InputError(f"{path}: {module} must have A of [rank, …] and B of […, rank]")
     if not by_module:
         raise InputError(f"{path}: there are no tensors; an adapter has A and B of some matrices")
-    return {module: (halves["A"], halves["B"]) for module, halves in by_module.items()}
+    return {names[module]: (halves["A"], halves["B"]) for module, halves in by_module.items()}
 
 
 def _is_copy(path: Path, name: str, stored: SafetensorsTensor, model: ModelFile) -> bool:

@@ -164,13 +164,10 @@ def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) 
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
-            [sys.executable, "-m", module],
-            env=variables(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+            [sys.executable, "-m", module], env=variables(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
         ) as child,
-    ):
+    ):  # fmt: skip
         assert child.stdin and child.stdout
         request_line = json.dumps(request, default=str).encode() + b"\n"
         try:

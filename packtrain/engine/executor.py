@@ -327,9 +327,9 @@ class Executor:
                 observer.print_op_times()
             else:
                 call_table = self.table if self.table and self.table.calls is self.calls else None
-                self._run_guarded(self.calls, stop, call_table, only)
+                self._run_guarded(self.calls, stop, call_table, None if self.window else only)
                 self.runs += 1
-                if self.window and only is None:
+                if self.window:  # all calls were made, so that it is known what is in memory
                     self.window.end_run()
                 if self.runs == 1:
                     self.calls = replayable_calls(self.placed, self.calls)

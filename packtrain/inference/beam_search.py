@@ -46,8 +46,7 @@ def scored(log_prob: float, length: int, penalty: float) -> float:
 def top_indices(scores: np.ndarray, num_indices: int) -> np.ndarray:
     """Return the indices of the largest scores, descending; equal scores stay in order."""
     if num_indices < len(scores):
-        threshold = np.partition(scores, -num_indices)[-num_indices]
-        indices = np.flatnonzero(scores >= threshold)
+        indices = np.flatnonzero(scores >= np.partition(scores, -num_indices)[-num_indices])
     else:
         indices = np.arange(len(scores))
     return indices[np.argsort(-scores[indices], kind="stable")][:num_indices]

@@ -52,8 +52,7 @@ def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
 
 def context_dimensions(lengths: Sequence[int]) -> tuple[int, int]:
     """Return cells and sequences of a context that embeds texts of these lengths."""
-    cells = max(*lengths, min(sum(lengths), MAX_BATCH_TOKENS))
-    return cells, min(len(lengths), SEQUENCES)
+    return max(*lengths, min(sum(lengths), MAX_BATCH_TOKENS)), min(len(lengths), SEQUENCES)
 
 
 def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[range]:

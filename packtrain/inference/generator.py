@@ -260,8 +260,7 @@ class Reply:
 
     def _is_over(self) -> bool:
         """Return whether the reply is over, and set `end_reason` if so."""
-        is_full = not self._num_free_tokens
-        reason = self._limits.end_reason(self.ids, self._chain.over, is_full)
+        reason = self._limits.end_reason(self.ids, self._chain.over, not self._num_free_tokens)
         self.end_reason = reason or self.end_reason
         return bool(self.end_reason)
 

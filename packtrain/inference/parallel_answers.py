@@ -89,8 +89,7 @@ class ParallelAnswers:
             if active:
                 tokens = [answer.ids[-1] for _, answer in active]
                 seqs = [seq for seq, _ in active]
-                chains = [answer.chain for _, answer in active]
-                outputs = context.choices(tokens, chains, seqs)
+                outputs = context.choices(tokens, [answer.chain for _, answer in active], seqs)
                 self.writing.add(len(seqs), time.perf_counter() - start_time)
             yield
 

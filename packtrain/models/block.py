@@ -156,9 +156,8 @@ def dense_and_experts(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
     router_input = ops.mul(normalized, block.weight("ffn_gate_inp", "scale"))
     expert_input = block.saved(block.norm("pre_ffw_norm_2", h))
     experts_output = block.named(
-        "ffn_experts",
-        mixture(block, expert_input, None, block.saved(ops.scale(router_input, by=router_scale))),
-    )
+        "ffn_experts", mixture(block, expert_input, None, block.saved(ops.scale(router_input, by=router_scale))),
+    )  # fmt: skip
     y = ops.add(y, block.norm("post_ffw_norm_2", block.saved(experts_output)))
     return ops.add(block.norm("post_ffw_norm", block.saved(y)), h)
 

@@ -95,10 +95,9 @@ def weight_keys(config: Config) -> dict[str, MetadataValue]:
     keys = {WEIGHTS_SCALE: MetadataValue("f32", weights_scale)} if weights_scale else {}
     keys |= {k: MetadataValue("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}
     routing_values = {
-        GATING: config.expert_gating_func,
-        GROUPS[0]: config.expert_group_count,
+        GATING: config.expert_gating_func, GROUPS[0]: config.expert_group_count,
         GROUPS[1]: config.expert_group_used_count,
-    }
+    }  # fmt: skip
     if config.traits.sigmoid_routing is None:
         keys |= {key: MetadataValue("u32", value) for key, value in routing_values.items() if value}
     return keys | ({WEIGHTS_NORM: MetadataValue("bool", True)} if is_normalized else {})

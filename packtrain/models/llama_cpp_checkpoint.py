@@ -103,8 +103,7 @@ def open_start(settings: Any) -> LlamaCppCheckpoint | None:
         raise InputError(fact)
     if not has_vocabulary and vocab is None:
         raise InputError(f"--vocab must be given: {path} holds no vocabulary")
-    model = ModelFile(gguf, config)
-    return LlamaCppCheckpoint(model, vocab or path, int(metadata[ITERATIONS_KEY]))
+    return LlamaCppCheckpoint(ModelFile(gguf, config), vocab or path, int(metadata[ITERATIONS_KEY]))
 
 
 def _check_version(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -143,10 +143,9 @@ def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
     if chunk and not window:
         raise keys.wrong(WINDOW_KEY, window, f"left out, or {chunk}")
     return {
-        "window": chunk or window,
-        "window_pattern": window_pattern,
+        "window": chunk or window, "window_pattern": window_pattern,
         "rope_freq_base_swa": keys.read_optional_float("rope.freq_base_swa") or None,
-    }
+    }  # fmt: skip
 
 
 def _check_heads(keys: MetadataReader, config: Config) -> None:
@@ -184,10 +183,9 @@ def _check_widths(keys: MetadataReader, config: Config) -> None:
         (width_key, max(config.feed_forward_lengths, default=0), 1),
         ("attention.key_length", config.head_width, config.head_count),
         ("attention.key_length_swa", config.key_length_swa, config.head_count),
-        (PER_LAYER, config.embedding_length_per_layer, 1),
-        (KV_LORA_RANK, config.kv_lora_rank, 1),
+        (PER_LAYER, config.embedding_length_per_layer, 1), (KV_LORA_RANK, config.kv_lora_rank, 1),
         ("attention.q_lora_rank", config.q_lora_rank, 1),
-    ):
+    ):  # fmt: skip
         if size * multiplier > max_width:
             limit = max_width // multiplier
             expected = f"at most {limit}, by embedding_length {config.embedding_length}"
@@ -229,11 +227,10 @@ def general_metadata(architecture: str, name: str, dtype: str) -> dict[str, Meta
     """Return the general.* keys of a model whose matrices are of `dtype`."""
     return {
         "general.architecture": MetadataValue("string", architecture),
-        "general.type": MetadataValue("string", "model"),
-        "general.name": MetadataValue("string", name),
+        "general.type": MetadataValue("string", "model"), "general.name": MetadataValue("string", name),
         "general.file_type": MetadataValue("u32", DTYPES[dtype].file_type),
         "general.quantization_version": MetadataValue("u32", QUANTIZATION_VERSION),
-    }
+    }  # fmt: skip
 
 
 def _scaling_keys(config: Config, rope_scaling: RopeScaling) -> dict[str, MetadataValue]:

@@ -55,10 +55,9 @@ def kinds(
     last = max((i for i in range(fields["own_kv"] or blocks) if not pattern[i]), default=None)
     keys_are_values = last is not None and f"blk.{last}.attn_v.weight" not in gguf.entries
     return {
-        **fields,
-        "key_length_swa": 0 if window_width == full_width else window_width,
+        **fields, "key_length_swa": 0 if window_width == full_width else window_width,
         "keys_are_values": keys_are_values,
-    }
+    }  # fmt: skip
 
 
 def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:

@@ -109,8 +109,7 @@ def search_plans(
             request = replace(request, baseline_nbytes=nbytes_now)
         search_nbytes = max(search_nbytes, private_nbytes() + nbytes)
         reduced = {space: limit - reserves[space] for space, limit in limits.items()}
-        reduced_request = replace(request, limits=reduced)
-        answer = run_search(announce, find_fastest_shape, shape, reduced_request)
+        answer = run_search(announce, find_fastest_shape, shape, replace(request, limits=reduced))
         plans = plan_in_process(answer.shape, request, search_nbytes)
         excess = {s: max(nbytes_with_margin(plans, s) - limit, 0) for s, limit in limits.items()}
         excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))

@@ -34,8 +34,7 @@ def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
             if num_pending >= BUCKET:
                 buckets.append((step_index, pending_sums))
                 pending_sums, num_pending = [], 0
-    num_steps = len(micro_graph.steps)
-    return [*buckets, (num_steps, pending_sums)] if pending_sums else buckets
+    return [*buckets, (len(micro_graph.steps), pending_sums)] if pending_sums else buckets
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,10 +362,8 @@ def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
         weights = transformer.weights(shape.config)
         return weights, [leaf for leaf in weights.values() if leaf.role == "weight"]
     base = shape.base
-    trained_types = {
-        name: base.masters if is_matrix(name, leaf.shape) else f32
-        for name, leaf in transformer.weights(shape.config).items()
-        if base.trains(shape.config, leaf)
-    }
-    weights = transformer.weights(shape.config, dict(base.types) | trained_types)
-    return weights, [weights[name] for name in trained_types]
+    named_leaves = transformer.weights(shape.config).items()
+    shapes = {name: leaf.shape for name, leaf in named_leaves if base.trains(shape.config, leaf)}
+    types = {name: base.masters if is_matrix(name, s) else f32 for name, s in shapes.items()}
+    weights = transformer.weights(shape.config, dict(base.types) | types)
+    return weights, [weights[name] for name in types]

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtrain.data.tokenizer import Tokenizer
+from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import AnswerEnd, PromptProgress, TextDelta, TokenCounts
-from packtrain.serving.openai_completions import AnswerResults, ChatCompletionFormat, JsonObject
+from packtrain.serving.openai_completions import ChatCompletionFormat, JsonObject
 from packtrain.serving.request_parsing import OpenAIRequest
 
 THOUGHT, TEXT, CALL = "thought", "text", "call"
@@ -68,7 +69,7 @@ class BlocksFormat:
     def close_events(self, counts: Sequence[TokenCounts]) -> list[JsonObject]:
         return []
 
-    def full_response(self, answers: AnswerResults) -> JsonObject:
+    def full_response(self, answers: generation_jobs.AnswerResults) -> JsonObject:
         choice = self._chat.full_response(answers)["choices"][0]
         message, blocks = choice["message"], list[tuple[str, Any]]()
         blocks += [(kind, message[key]) for kind, key in DELTA_KEYS.items() if message.get(key)]

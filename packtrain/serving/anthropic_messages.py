@@ -21,10 +21,8 @@ TRANSLATED = (
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {
-    THOUGHT: ("thinking_delta", "thinking"),
-    TEXT: ("text_delta", "text"),
-    CALL: ("input_json_delta", "partial_json"),
-}
+    THOUGHT: ("thinking_delta", "thinking"), TEXT: ("text_delta", "text"), CALL: ("input_json_delta", "partial_json"),
+}  # fmt: skip
 
 
 # ---- requests
@@ -32,6 +30,7 @@ DELTAS = {
 
 def chat_body(body: JsonBody) -> JsonBody:
     """Return a request of /v1/messages as one of /v1/chat/completions. Raises InputError."""
+    body.refuse_unmet("messages")
     messages = list[JsonObject]()
     if body.has("system"):
         system = {"role": "system", "content": body.get("system")}
@@ -89,10 +88,9 @@ def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObj
 
 
 BLOCKS = {
-    "user": "text and tool_result; this model reads text only",
-    "assistant": "text, thinking and tool_use",
+    "user": "text and tool_result; this model reads text only", "assistant": "text, thinking and tool_use",
     "system": "text",
-}
+}  # fmt: skip
 
 
 def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:
@@ -100,13 +98,6 @@ def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:
     call_id, content = block.text("tool_use_id"), block.get("content") or ""
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return message | ({"name": call_names[call_id]} if call_id in call_names else {})
-
-
-def unmet_settings(body: JsonBody) -> list[str]:
-    """Return a sentence for each field that changes answers at Anthropic and not here."""
-    thinking = JsonBody(body.get_object("thinking"), "thinking")
-    has_budget = thinking.has("budget_tokens")
-    return ["thinking.budget_tokens: thoughts are not cut here"] if has_budget else []
 
 
 def tool_fields(body: JsonBody) -> JsonObject:
@@ -120,6 +111,8 @@ def tool_fields(body: JsonBody) -> JsonObject:
                 tool.fact("type", f"is {kind!r}; a tool here must have an input_schema")
             )
         function: JsonObject = {"name": tool.text("name"), "description": tool.text("description")}
+        if not tool.has("input_schema"):
+            raise InputError(tool.fact("input_schema", "is required"))
         function["parameters"] = tool.get_object("input_schema")
         function["strict"] = tool.get_flag("strict")
         tools.append({"type": "function", "function": function})

@@ -300,8 +300,7 @@ class ServingEngine:
         writing = [(s, s.answer) for s in active_slots if s.answer and not s.answer.reading]
         num_guessed = (draft_max + 1 - len(active_slots)) // max(len(writing), 1)
         for slot, answer in writing:
-            num_free = self.max_seq_tokens - len(answer.text_ids) - 1
-            slot.propose_guess(min(num_guessed, num_free))
+            slot.propose_guess(min(num_guessed, self.max_seq_tokens - len(answer.text_ids) - 1))
         batch = [(slot, 1 + len(answer.guess)) for slot, answer in writing]
         prompt_answers = [(s, s.answer) for s in active_slots if s.answer and s.answer.reading]
         prompt_answers.sort(key=lambda p: (p[1].num_waited_runs < MAX_WAIT_RUNS, len(p[1].left)))

@@ -37,9 +37,7 @@ class ResponseFormat(Protocol):
     def close_events(
         self, counts: Sequence[generation_jobs.TokenCounts]
     ) -> list[dict[str, Any]]: ...
-    def full_response(
-        self, answers: Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
-    ) -> Any: ...
+    def full_response(self, answers: generation_jobs.AnswerResults) -> Any: ...
 
 
 def make_response(

@@ -1,7 +1,7 @@
 """Jobs for slots, and the events that report their progress and results."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from packtrain.inference.grammar import Grammar
@@ -148,6 +148,7 @@ class AnswerEnd:
 
 
 JobEvent = TextDelta | PromptProgress | AnswerEnd
+AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
 
 
 @dataclass(slots=True)

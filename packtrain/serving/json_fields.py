@@ -1,8 +1,10 @@
-"""Reading the JSON of a request. Fields are llama-server's and OpenAI's; unknown fields are ignored."""
+"""Reading the JSON of a request. Fields are llama-server's and OpenAI's; unknown fields are ignored.
+
+Fields that change answers of other servers, and would change none here, are refused.
+"""
 
 import dataclasses
 import math
-import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,10 +22,40 @@ SETTING_FIELDS = {field.name: field for field in dataclasses.fields(Sampling)}
 FIELDS = {
     name: name for name in SETTING_FIELDS if name not in (*FIELD_ALIASES.values(), *CUSTOM_SETTINGS)
 } | FIELD_ALIASES
-TYPE_NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+TYPE_NAMES = {
+    float: "a number", int: "a whole number", str: "text", bool: "true or false", dict: "a JSON object", list: "a list"
+}  # fmt: skip
 MAX_BIASES, MAX_STOP_TEXTS, MOST_TOP, MAX_ANSWERS = 10_000, 64, 20, 32
 MAX_GRAMMAR_CHARS, MAX_SAMPLERS_CHARS = 1 << 16, 1 << 10  # characters
 MAX_SEED = 2**63 - 1
+# by kind of request: fields that have no effect here, and what to do instead
+UNMET_FIELDS = {
+    "any": {
+        "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf":
+            "send response_format or grammar",
+        "stop_sequences stop_token_ids include_stop_str_in_output": "send stop",
+        "allowed_token_ids bad_words min_tokens": "send logit_bias or ignore_eos",
+        "max_new_tokens num_predict": "send max_tokens", "repetition_penalty": "send repeat_penalty",
+        "enable_thinking think thinking": "send chat_template_kwargs", "options": "send each option as a field",
+        "modalities audio image_data multimodal_data": "this model reads and writes text only",
+        "n_cmpl length_penalty verbosity min_keep grammar_lazy grammar_triggers use_beam_search adaptive_target"
+        " system_prompt prompt_logprobs truncate_prompt_tokens prompt_embeds chat_template documents"
+        " web_search_options mcp_servers container": "leave it out",
+    },
+    "chat": {"functions function_call": "send tools and tool_choice", "best_of echo suffix": "leave it out"},
+    "text": {"tools top_logprobs": "leave it out"}, "llama": {"n": "leave it out"}, "responses": {
+        "background conversation prompt max_tool_calls top_logprobs logprobs": "leave it out",
+        "response_format": "send text.format", "reasoning_effort": "send reasoning",
+    },
+    "messages": {"response_format reasoning_effort": "send output_config", "stop": "send stop_sequences"},
+}  # fmt: skip
+# values that ask for nothing, and those of fields for which others do
+IDLE_VALUES: tuple[Any, ...] = None, False, 0, -1, "", [], {}
+IDLE_VALUES_BY_FIELD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "n_cmpl", "best_of", "length_penalty", "repetition_penalty"), (None, 1)),
+    **dict.fromkeys(("enable_thinking", "think", "functions", "web_search_options"), (None,)),
+    "modalities": (None, ["text"]), "verbosity": (None, "medium"),
+}  # fmt: skip
 MAX_NUMBER = 1e300  # larger numbers are refused
 
 
@@ -91,21 +123,23 @@ class JsonBody:
             raise InputError(self.fact(name, f"has more than {max_length:,} characters"))
         return value
 
+    def refuse_unmet(self, kind: str) -> None:
+        """Raise InputError for the first of UNMET_FIELDS that asks for something."""
+        for field_names, advice in UNMET_FIELDS[kind].items():
+            for name in field_names.split():
+                if self.get(name) not in IDLE_VALUES_BY_FIELD.get(name, IDLE_VALUES):
+                    raise InputError(self.fact(name, "is not supported"), advice)
+
     def get_flag(self, name: str, default: bool = False) -> bool:
         return bool(self._typed_value(name, bool)) if self.has(name) else default
 
     def get_object(self, name: str) -> dict[str, Any]:
         """Return a field's JSON object; {} if the field is missing."""
-        value = self.get(name) if self.has(name) else {}
-        if not isinstance(value, dict):
-            raise InputError(self.fact(name, "must be a JSON object"))
-        return value
+        return dict(self._typed_value(name, dict)) if self.has(name) else {}
 
     def get_list(self, name: str, max_length: int) -> list[Any]:
         """Return a field's list of at most `max_length` values; [] if the field is missing."""
-        value = self.get(name) if self.has(name) else []
-        if not isinstance(value, list):
-            raise InputError(self.fact(name, "must be a list"))
+        value: list[Any] = self._typed_value(name, list) if self.has(name) else []
         if len(value) > max_length:
             raise InputError(self.fact(name, f"has {len(value):,} values; at most {max_length:,}"))
         return value
@@ -118,12 +152,6 @@ class JsonBody:
         if not all(isinstance(text, str) for text in text_list):
             raise InputError(self.fact(name, "must be text, or a list of texts"))
         return tuple(text_list)
-
-
-def parse_seed(body: JsonBody, default: int) -> int:
-    """Return the seed of the samplers; -1 draws a new seed."""
-    seed: int = body.number("seed", default, -MAX_SEED, MAX_SEED)
-    return secrets.randbits(32) if seed == -1 else abs(seed)
 
 
 def parse_sampling(body: JsonBody, defaults: Sampling, tokenizer: Tokenizer) -> Sampling:

@@ -86,9 +86,7 @@ class LlamaCompletionFormat:
     def close_events(self, counts: Sequence[TokenCounts]) -> list[dict[str, Any]]:
         return []
 
-    def full_response(
-        self, answer_results: Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
-    ) -> Any:
+    def full_response(self, answer_results: generation_jobs.AnswerResults) -> Any:
         """Return all answers as one document; a single answer is no list."""
         answers = []
         for number, (text, tokens, end) in enumerate(answer_results):

@@ -1,8 +1,11 @@
 """/v1/completions and /v1/chat/completions: OpenAI's shapes of answers, whole and as streams."""
 
+import time
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
+from uuid import uuid4
 
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.generator import StopTextFilter
@@ -11,9 +14,8 @@ from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, PromptP
 from packtrain.serving.llama_completion import LlamaCompletionFormat
 from packtrain.serving.reasoning_text import ReasoningSplitter, split_reasoning
 from packtrain.serving.request_parsing import OpenAIRequest
-from packtrain.serving.response_shapes import finish, new_id, timing_fields, token_entry
+from packtrain.serving.response_shapes import finish, timing_fields, token_entry
 
-AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
 JsonObject = dict[str, Any]
 BYTES_PREFIX = "bytes:"
 
@@ -34,12 +36,17 @@ class TextCompletionFormat:
         self._model, self._tokenizer, self._request, self._verbose = (
             model, tokenizer, request, verbose_format,
         )  # fmt: skip
-        self._response_id, self._has_logprobs = new_id(self.id_prefix), request.shown is not None
+        self._response_id = f"{self.id_prefix}-{uuid4().hex}"
+        self._has_logprobs = request.shown is not None
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in request.jobs]
         self._text_lengths = [self._text_start(number) for number in range(len(request.jobs))]
 
     def _response_head(self, object_type: str) -> JsonObject:
-        return response_shapes.response_head(object_type, self._response_id, self._model)
+        """Return the fields with which every answer of OpenAI's API begins."""
+        return {
+            "id": self._response_id, "object": object_type, "created": int(time.time()), "model": self._model,
+            "system_fingerprint": response_shapes.FINGERPRINT,
+        }  # fmt: skip
 
     def _chunk_event(
         self, number: int, content: JsonObject, reason: str | None = None, tokens: Sequence[GeneratedToken] = (),
@@ -80,10 +87,13 @@ class TextCompletionFormat:
         return [self._response_head(self.chunk_type) | {"choices": []} | self._totals(counts)]
 
     def _totals(self, counts: Sequence[generation_jobs.TokenCounts]) -> JsonObject:
-        timings = timing_fields(response_shapes.total_counts(counts))
+        totals = (
+            sum(getattr(c, f.name) for c in counts) for f in fields(generation_jobs.TokenCounts)
+        )
+        timings = timing_fields(generation_jobs.TokenCounts(*totals))
         return {"usage": response_shapes.usage(counts, self._request.count), "timings": timings}
 
-    def full_response(self, answers: AnswerResults) -> JsonObject:
+    def full_response(self, answers: generation_jobs.AnswerResults) -> JsonObject:
         """Return all answers as one document."""
         choices = [self._answer_choice(number, *answer) for number, answer in enumerate(answers)]
         counts = [answer_end.counts for _, _, answer_end in answers]
@@ -185,16 +195,14 @@ class ChatCompletionFormat(TextCompletionFormat):
         return [*events, self._role_event(number)] if update.read == update.total_tokens else events
 
     def delta_events(self, number: int, text_delta: TextDelta) -> list[JsonObject]:
-        thought, content = self._split_reasoning(number, text_delta.text)
+        piece, thoughts = text_delta.text, self._thoughts
+        thought, content = thoughts[number].add_piece(piece) if thoughts else ("", piece)
         text = self._next_text(number, content)
         if not thought and not text:
             return []
         delta = {"reasoning_content": thought} if thought else {}
         delta |= {"content": text} if text else {}
         return [self._delta(number, delta, None, text_delta.tokens) | self._timed(text_delta)]
-
-    def _split_reasoning(self, number: int, text: str) -> tuple[str, str]:
-        return self._thoughts[number].add_piece(text) if self._thoughts else ("", text)
 
     def _next_text(self, number: int, content: str) -> str:
         """Return new content that can be sent: text that may become a tool call, or stand before words, waits."""

@@ -20,7 +20,6 @@ TRANSLATED = (
     "input", "instructions", "max_output_tokens", "text", "reasoning", "tools", "tool_choice",
     "previous_response_id", "stream_options", "include", "top_logprobs", "n",
 )  # fmt: skip
-UNSUPPORTED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 ITEM_IDS = {THOUGHT: "rs", TEXT: "msg", CALL: "fc"}
@@ -31,9 +30,9 @@ ITEM_IDS = {THOUGHT: "rs", TEXT: "msg", CALL: "fc"}
 
 def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
     """Return a request of /v1/responses as one of /v1/chat/completions. Raises InputError, HttpRefusal."""
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise InputError(f"{name} is not supported; leave it out")
+    body.refuse_unmet("responses")
+    text = JsonBody(body.get_object("text"), "text")
+    text.refuse_unmet("any")
     if LOGPROBS in body.get_list("include", MAX_PARTS):
         raise InputError(f"include: {LOGPROBS} is not supported; /v1/chat/completions returns them")
     previous_id = body.text("previous_response_id")
@@ -41,7 +40,7 @@ def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
     messages += input_messages(body)
     if body.has("instructions"):  # those of earlier responses do not carry over
         messages.insert(0, {"role": "system", "content": body.text("instructions")})
-    answer_format = JsonBody(body.get_object("text"), "text").get_object("format")
+    answer_format = text.get_object("format")
     effort = JsonBody(body.get_object("reasoning"), "reasoning").get("effort")
     fields = {
         "messages": messages,

@@ -1,6 +1,7 @@
 """Parsing requests into jobs: prompts, settings and grammars. Runs in threads of its own, since texts may be long."""
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +25,11 @@ def parse_job(
     server: Server, body: JsonBody, prompt_ids: list[int], grammar: Grammar | None
 ) -> GenerationJob:
     """Parse a request into the job of an answer, without probabilities. Raises InputError."""
+    body.refuse_unmet("any")
     count = -1
     for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
         count = body.number(field_name, count, -1, 1 << 30)
+    seed = body.number("seed", server.seed, -json_fields.MAX_SEED, json_fields.MAX_SEED)
     ignore_eos = body.get_flag("ignore_eos")
     sampling = json_fields.parse_sampling(body, server.sampling, server.tokenizer)
     if ignore_eos:
@@ -38,7 +41,7 @@ def parse_job(
     size = BIAS_NBYTES * len(sampling.logit_bias) + ID_NBYTES * ids + 4 * sum(map(len, kept_texts))
     return GenerationJob(
         prompt=tuple(prompt_ids), sampling=server.keep(sampling, size, "settings"),
-        seed=json_fields.parse_seed(body, server.seed),
+        seed=secrets.randbits(32) if seed == -1 else abs(seed),
         max_tokens=count if count >= 0 else server.limits.max_answer_tokens, stops=stop_texts, grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30), use_cache=body.get_flag("cache_prompt", True),
         adapter_scales=json_fields.adapters_of(body.get("lora"), server.scales), ignore_eos=ignore_eos,
@@ -105,8 +108,9 @@ def parse_response_format(response_format: JsonBody) -> Any:
     if format_type == "text":
         return None
     if format_type == "json_object":
-        schema = response_format.get("schema")
-        return schema or {"type": "object"}
+        if response_format.has("json_schema"):
+            raise InputError("response_format: json_schema is for the type json_schema")
+        return response_format.get("schema") or {"type": "object"}
     if format_type == "json_schema":
         if not response_format.has("schema"):
             response_format = JsonBody(
@@ -116,7 +120,8 @@ def parse_response_format(response_format: JsonBody) -> Any:
             raise InputError("response_format: schema and json_schema exclude each other")
         if response_format.get("schema") is None:
             raise InputError("response_format: json_schema has no schema; it must have one")
-        return response_format.get("schema") or {"type": "object"}
+        schema = response_format.get("schema")
+        return {"type": "object"} if schema == {} else schema
     fact = f"response_format.type is {format_type!r}; it must be text, json_object or json_schema"
     raise InputError(fact)
 
@@ -126,6 +131,7 @@ def parse_response_format(response_format: JsonBody) -> Any:
 
 def parse_llama_completion(server: Server, body: JsonBody) -> list[GenerationJob]:
     """Parse a request of /completion into jobs. Raises InputError."""
+    body.refuse_unmet("llama")
     prompts = json_fields.parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
     num_top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
@@ -177,6 +183,7 @@ def parse_stream_counts(body: JsonBody) -> dict[str, Any]:
 
 def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     """Parse a request of /v1/completions. Raises InputError."""
+    body.refuse_unmet("text")
     prompts = json_fields.parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
     logprobs = body.get("logprobs")
@@ -267,10 +274,7 @@ def parse_conversation(body: JsonBody) -> Conversation:
     """Parse the messages and tools of a chat. Raises InputError."""
     if not isinstance(body.get("messages"), list) or not body.get("messages"):
         raise InputError("'messages' is required; it must be a list of at least one message")
-    if body.has("functions", "function_call"):
-        raise InputError(
-            "functions and function_call are not supported", "send tools and tool_choice"
-        )
+    body.refuse_unmet("chat")
     try:
         *turns, last_turn = map(with_line_breaks, body.get("messages"))
         if isinstance(last_turn, dict) and last_turn.get("role") == "assistant":  # it is continued

@@ -1,9 +1,6 @@
 """JSON that all kinds of answers share: tokens with probabilities, speeds, counts, errors."""
 
-import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from packtrain.common.version import __version__
@@ -20,18 +17,6 @@ def finish(end: AnswerEnd) -> str:
     return FINISH_WORDS.get(end.reason, "stop")
 
 
-def new_id(id_prefix: str) -> str:
-    return f"{id_prefix}-{uuid.uuid4().hex}"
-
-
-def response_head(object_type: str, response_id: str, model_name: str) -> dict[str, Any]:
-    """Return the fields with which every answer of OpenAI's API begins."""
-    return {
-        "id": response_id, "object": object_type, "created": int(time.time()), "model": model_name,
-        "system_fingerprint": FINGERPRINT,
-    }  # fmt: skip
-
-
 def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
     """Sum the tokens of a request with `answers` answers to each prompt; prompts count once."""
     prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.output_tokens for c in counts)
@@ -41,11 +26,6 @@ def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
         "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }  # fmt: skip
-
-
-def total_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
-    """Sum the tokens and seconds of all answers to a request."""
-    return TokenCounts(*(sum(getattr(c, f.name) for c in counts) for f in fields(TokenCounts)))
 
 
 def timing_fields(counts: TokenCounts) -> dict[str, Any]:

@@ -56,8 +56,7 @@ def completion(server: Server, body: JsonBody, request: Request) -> Response:
 
 def infill(server: Server, body: JsonBody, request: Request) -> Response:
     """Write what stands between a prefix and a suffix, in /completion's shape."""
-    prompt_ids = fill_prompt(server, body)
-    return completion(server, body.replaced((), {"prompt": prompt_ids}), request)
+    return completion(server, body.replaced((), {"prompt": fill_prompt(server, body)}), request)
 
 
 def text_completion(server: Server, body: JsonBody, request: Request) -> Response:
@@ -74,7 +73,8 @@ def messages(server: Server, body: JsonBody, request: Request) -> Response:
     """Answer in Anthropic's shape."""
     chat_request = request_parsing.parse_chat_completion(server, anthropic_messages.chat_body(body))
     names = server.name, server.tokenizer
-    warnings = anthropic_messages.unmet_settings(body)
+    has_budget = JsonBody(body.get_object("thinking")).has("budget_tokens")
+    warnings = ["thinking.budget_tokens: thoughts are not cut here"] if has_budget else []
     response_format = anthropic_messages.MessagesFormat(*names, chat_request, warnings)
     return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
 

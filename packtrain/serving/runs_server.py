@@ -36,10 +36,8 @@ REPEAT_SECONDS = 2.0  # seconds in which a waiting page asks again after an answ
 PIECE_NBYTES = 1 << 16
 PLAN_FILE = "plan.html"
 RESPONSE_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+}  # fmt: skip
 
 
 def parse_address(text: str) -> tuple[str, int]:

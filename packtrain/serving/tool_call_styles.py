@@ -184,12 +184,10 @@ MISTRAL = ToolCallStyle("[TOOL_CALLS]", "", "", is_list=True)
 LLAMA = ToolCallStyle("", "", "", arguments="parameters")  # no text around the object
 GRANITE = ToolCallStyle("<|tool_call|>", "", "", is_list=True)
 LFM2 = ToolCallStyle("<|tool_call_start|>[", "), ", ")]<|tool_call_end|>", middle="(", python='"')
-KIMI = ToolCallStyle(
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
-    "<|tool_call_end|><|tool_call_begin|>functions.",
-    "<|tool_call_end|><|tool_calls_section_end|>",
-    middle=f":{COUNT}<|tool_call_argument_begin|>",
-)  # some templates write only ids, which contain names
+KIMI = ToolCallStyle(  # some templates write only ids, which contain names
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.", "<|tool_call_end|><|tool_call_begin|>functions.",
+    "<|tool_call_end|><|tool_calls_section_end|>", middle=f":{COUNT}<|tool_call_argument_begin|>",
+)  # fmt: skip
 TAUGHT_STYLES = {
     "[TOOL_CALLS]": MISTRAL, "<|tool_call|>": GRANITE, "List of tools: ": LFM2, "<|tool_calls_section_begin|>": KIMI,
 }  # fmt: skip
@@ -292,8 +290,7 @@ def _value_kind(value: Any) -> str:
     """Say whether a probe's value is its `name` or its `arguments`; "" for others."""
     if value == NAME:
         return "name"
-    is_arguments = value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS
-    return "arguments" if is_arguments else ""
+    return "arguments" if value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS else ""
 
 
 def _call_separator(two_calls: str, opening: str, closing: str) -> str:

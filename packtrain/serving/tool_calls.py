@@ -51,7 +51,8 @@ class RequestTools:
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             choice, functions = _allowed_functions(choice, functions)
         elif isinstance(choice, dict):
-            choice = _named(choice, "tool_choice")
+            kind = choice.get("type")
+            choice = kind if kind in ("auto", "none", "required") else _named(choice, "tool_choice")
         if not isinstance(choice, str):
             raise InputError("tool_choice must be auto, none, required, or an object with a name")
         names = [function["name"] for function in functions]
@@ -207,8 +208,7 @@ class RequestTools:
 
 
 def _is_free_text(schema: Call) -> bool:
-    limits = {"enum", "const", "pattern"}
-    return schema.get("type") == "string" and not schema.keys() & limits
+    return schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern"}
 
 
 def _definitions(schema: Call) -> Call:
@@ -261,7 +261,5 @@ def _call_schema(function: Call, style: ToolCallStyle, parameters: str) -> Call:
 def _openai_call(name: str, arguments: Any) -> Call:
     words = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": words},
-    }
+        "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": words},
+    }  # fmt: skip

@@ -103,11 +103,10 @@ def save(
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),
-        KEY + "format": MetadataValue("u32", FORMAT),
-        KEY + "version": MetadataValue("string", __version__),
+        KEY + "format": MetadataValue("u32", FORMAT), KEY + "version": MetadataValue("string", __version__),
         KEY + "sha256": MetadataValue("string", _digest(json_texts, arrays)),
         **{key: MetadataValue("string", text) for key, text in json_texts.items()},
-    }
+    }  # fmt: skip
     if path.exists():
         link_file(path, previous_path(path))
     tensors = {n: DeferredTensor.from_reader(arrays.__getitem__, n) for n in arrays}

@@ -217,12 +217,10 @@ def build_job(settings: TuneSettings, report: Callable[[str], None]) -> training
         shape = replace(shape, distill=train.loss_settings)
     optimizer = training_job.make_optimizer(settings)
     return training_job.TrainingJob(
-        settings,
-        f"{model.gguf.path.name}, {train.rows} × {train.time} tokens",
-        TunedModel(settings, model, config, base).with_data(dataset),
-        f"{dataset.fingerprint} {fingerprint(model)}",
+        settings, f"{model.gguf.path.name}, {train.rows} × {train.time} tokens",
+        TunedModel(settings, model, config, base).with_data(dataset), f"{dataset.fingerprint} {fingerprint(model)}",
         *(shape, optimizer, schedule, train, valid),
-    )
+    )  # fmt: skip
 
 
 def _make_batches(

@@ -214,11 +214,6 @@ class TuneSettings(RunSettings):
             fact = f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
             raise InputError(fact)
         return make_preference(
-            self.loss,
-            beta=self.beta,
-            gamma=self.gamma,
-            nll=self.sft_weight,
-            smoothing=self.label_smoothing or None,
-            measure="mean" if self.length_normalized else None,
-            reference=False if self.reference_free else None,
-        )
+            self.loss, beta=self.beta, gamma=self.gamma, nll=self.sft_weight, smoothing=self.label_smoothing or None,
+            measure="mean" if self.length_normalized else None, reference=False if self.reference_free else None,
+        )  # fmt: skip

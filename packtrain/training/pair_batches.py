@@ -68,14 +68,12 @@ class PairBatches(SampleBatches):
 
 def answer_logps(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return log-probabilities (rows, 2P) of a batch's answers from the losses (rows, time) of its targets."""
-    products = batch[SIDES_INPUT].astype(np.float64) * losses[:, None]
-    return np.asarray(-products.sum(-1))
+    return np.asarray(-(batch[SIDES_INPUT].astype(np.float64) * losses[:, None]).sum(-1))
 
 
 def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """Select the log-probabilities (N, 2) of a batch's N pairs: chosen, then rejected."""
-    by_pair = logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)
-    return np.asarray(by_pair[batch[PAIRS] > 0])
+    return np.asarray(logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)[batch[PAIRS] > 0])
 
 
 def pair_measures(
@@ -94,11 +92,10 @@ def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, fl
         np.concatenate([p[side] for p in measures]) for side in ("chosen", "rejected")
     )
     return {
-        "rewards_chosen": float(chosen.mean()),
-        "rewards_rejected": float(rejected.mean()),
+        "rewards_chosen": float(chosen.mean()), "rewards_rejected": float(rejected.mean()),
         "rewards_margin": float((chosen - rejected).mean()),
         "rewards_accuracy": float(chosen_wins(chosen - rejected).mean()),
-    }
+    }  # fmt: skip
 
 
 def chosen_wins(margins: np.ndarray) -> np.ndarray:

@@ -152,8 +152,7 @@ def compute_teacher_logits(
     if missing:
         num_shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
         logit_sizes = train.loss_settings.top, num_shared
-        target = job.settings.target
-        reader = TeacherReader(train.teacher, train.time, logit_sizes, limit, target)
+        reader = TeacherReader(train.teacher, train.time, logit_sizes, limit, job.settings.target)
         progress = _fill(train, reader, missing)
         precomputed.follow(
             progress, len(missing), events, "teacher", "sample", stopped, saved_arrays

@@ -89,8 +89,7 @@ class TextBatches(IndexedBatches):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return where up to `count` documents of the epoch's order begin in the file, and their numbers of tokens."""
         starts = self.tokens.starts
-        order = np.arange(first, min(first + count, len(starts)))
-        documents = items_at(order, len(starts), keys)
+        documents = items_at(np.arange(first, min(first + count, len(starts))), len(starts), keys)
         next_starts = starts[(documents + 1) % len(starts)]
         next_starts[documents + 1 == len(starts)] = self.size
         return starts[documents], next_starts - starts[documents]
@@ -112,9 +111,8 @@ class TextBatches(IndexedBatches):
         news = padded(is_document_start[:-1], bool)
         news[[0, *([count] if padding else [])]] = True
         return {
-            "tokens": padded(ids[:-1], np.int32),
-            "targets": padded(ids[1:], np.int32),
+            "tokens": padded(ids[:-1], np.int32), "targets": padded(ids[1:], np.int32),
             "weights": padded(~is_document_start[1:], np.float32),
             "pos": (indices - np.maximum.accumulate(np.where(news, indices, 0))).astype(np.int32),
             "seq": (np.cumsum(news) - 1).astype(np.int32),
-        }
+        }  # fmt: skip

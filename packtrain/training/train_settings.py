@@ -78,17 +78,12 @@ class TrainSettings(RunSettings):
         preset_config = PRESETS[self.preset]
         heads = self.heads or preset_config.head_count
         model_config = Config(
-            vocab_size,
-            self.ctx or preset_config.context_length,
-            self.dim or preset_config.embedding_length,
-            self.layers or preset_config.block_count,
-            self.ffn or preset_config.feed_forward_length,
-            heads,
+            vocab_size, self.ctx or preset_config.context_length, self.dim or preset_config.embedding_length,
+            self.layers or preset_config.block_count, self.ffn or preset_config.feed_forward_length, heads,
             self.kv_heads or (preset_config.head_count_kv if self.heads is None else heads),
-            rope_freq_base=self.rope_freq_base,
-            rms_eps=self.norm_rms_eps,
+            rope_freq_base=self.rope_freq_base, rms_eps=self.norm_rms_eps,
             rope_scaling=linear_scaling(self.rope_freq_scale),
-        )
+        )  # fmt: skip
         if model_config.embedding_length % (2 * heads):
             raise InputError(
                 f"--dim {model_config.embedding_length} must be an even multiple of --heads {heads}"

@@ -240,12 +240,10 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
     valid = None if corpus.valid is None else batches(corpus.valid, shuffle=False)
     schedule = make_schedule(settings, len(train))
     return TrainingJob(
-        settings,
-        f"{start.name if start else settings.preset}, {shape.micro_batch_size} × {shape.seq_len} tokens",
-        NewModel(settings, config, corpus.vocabulary, start),
-        corpus.fingerprint,
+        settings, f"{start.name if start else settings.preset}, {shape.micro_batch_size} × {shape.seq_len} tokens",
+        NewModel(settings, config, corpus.vocabulary, start), corpus.fingerprint,
         *(shape, make_optimizer(settings), schedule, train, valid),
-    )
+    )  # fmt: skip
 
 
 def _context_warning(preset: str, ctx: int) -> Iterator[str]:

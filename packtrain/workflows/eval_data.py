@@ -249,8 +249,7 @@ class EvalDataLoader:
             raise InputError(fact)
         samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
         row_tokens = row_length(length, SampleBatches.item_lengths(samples))
-        num_windows = SampleBatches(samples, 1, row_tokens, shuffle=False).windows
-        rows = self._rows(row_tokens, num_windows)
+        rows = self._rows(row_tokens, SampleBatches(samples, 1, row_tokens, shuffle=False).windows)
         batches = SampleBatches(samples, rows, row_tokens, shuffle=False)
         description = (
             f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are"

@@ -76,10 +76,8 @@ class PlannedRun:
     def about(self) -> str:
         """Return the run's figures that a page shows besides settings and curves, as JSON."""
         summary = {
-            "title": self.job.title,
-            "steps": self.job.steps,
-            "planned_bytes": self.planned_nbytes,
-        }
+            "title": self.job.title, "steps": self.job.steps, "planned_bytes": self.planned_nbytes,
+        }  # fmt: skip
         return json.dumps(summary | {"budget_bytes": self.budget, "rows": self._memory_rows()})
 
     def _memory_rows(self) -> list[tuple[str, int, str]]:
@@ -158,8 +156,7 @@ def plan_run(
         shape, is_offloaded = world.from_first(None)
         if shape.moment_share is not None:
             shape = replace(shape, moment_share=(world.rank, world.world_size))
-        shared_decision = shape, bool(is_offloaded)
-        return _plan_on_rank(command, settings, build_job, report, shared_decision)
+        return _plan_on_rank(command, settings, build_job, report, (shape, bool(is_offloaded)))
 
 
 def _plan_on_rank(

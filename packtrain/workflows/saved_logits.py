@@ -94,8 +94,7 @@ def encode_row(logprobs: np.ndarray) -> np.ndarray:
     scale = (largest - smallest) / MAX_CODE
     row[:4] = np.array([scale, smallest], "<f4").view("<u2")
     if scale:
-        codes = np.rint((logprobs - smallest) / scale).clip(0, MAX_CODE)
-        row[4 : 4 + len(logprobs)] = codes
+        row[4 : 4 + len(logprobs)] = np.rint((logprobs - smallest) / scale).clip(0, MAX_CODE)
     return row
 
 

@@ -55,8 +55,7 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     model = generation_settings.opened(settings, events.message)
     pooling = settings.pooling or embeddings.model_pooling(model)
     token_ids = [*map(model.tokenizer().encode, texts)]  # BOS and EOS as the model's file says
-    max_tokens = settings.ctx or model.config.context_length
-    embeddings.check_texts(token_ids, max_tokens)
+    embeddings.check_texts(token_ids, settings.ctx or model.config.context_length)
     max_text_tokens = settings.ctx or max(map(len, token_ids))
     check_context(model.config, max_text_tokens, events.message)
     lengths = [len(text_ids) for text_ids in token_ids]

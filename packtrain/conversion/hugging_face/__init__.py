@@ -54,10 +54,9 @@ def convert(
     type_name = str(description.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
     architecture = description.metadata["general.architecture"].value
     metadata = {
-        **description.metadata,
-        **general_metadata(architecture, folder.resolve().name, type_name),
+        **description.metadata, **general_metadata(architecture, folder.resolve().name, type_name),
         **vocabulary_metadata(checkpoint, description.vocab_size, description.model_family, report),
-    }
+    }  # fmt: skip
     tensors: dict[str, DeferredTensor | np.ndarray] = {**description.computed_tensors}
     for tensor in description.tensors:
         tensors[tensor.name] = _deferred(tensor, _stored_type(tensor, DTYPES[type_name]))

@@ -36,8 +36,13 @@ def open_checkpoint(folder: Path) -> CheckpointFolder:
     kinds = config.get("architectures")
     if not isinstance(kinds, list) or not kinds or not isinstance(kinds[0], str):
         raise InputError(f"{folder / CONFIG}: architectures must name the model's class")
-    if isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}
+    if isinstance(text := config.get("text_config"), dict):
+        shared_keys = text.keys() & config.keys() - {"architectures", "model_type"}
+        for key in sorted(shared_keys) if kinds[0].endswith("ForCausalLM") else ():
+            if text[key] != config[key]:
+                fact = f"{folder / CONFIG}: {key} is {config[key]!r}"
+                raise InputError(fact, f"it must be {text[key]!r}, as in text_config")
+        config = {**config, **text}
     packed = config.get("quantization_config")
     if packed and not (isinstance(packed, dict) and packed.get("quant_method") == "mxfp4"):
         raise InputError(

@@ -38,9 +38,8 @@ UNWINDOWED = ("Qwen", "SmolLM3")  # classes that have windows only if `use_slidi
 LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 # other names that some configs have for a key
 KEY_ALIASES = {
-    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
-    "num_experts": ("num_local_experts",),
-}
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"), "num_experts": ("num_local_experts",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +70,10 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     _check_activation(hf_config, architecture)
     model_sizes, optional = _model_sizes(hf_config, family), family.optional_tensors
     config = Config(
-        **asdict(model_sizes),
-        tied=hf_config.flag("tie_word_embeddings", family.tied_by_default),
-        architecture=architecture.name,
-        optional=optional(hf_config) if optional else _bias_names(hf_config, family),
+        **asdict(model_sizes), tied=hf_config.flag("tie_word_embeddings", family.tied_by_default),
+        architecture=architecture.name, optional=optional(hf_config) if optional else _bias_names(hf_config, family),
         **family.per_block_fields(hf_config),
-    )
+    )  # fmt: skip
     family.check_values(hf_config)
     tensors = convert_tensors(checkpoint, config, family)
     family_keys = family.metadata(hf_config, model_sizes)
@@ -154,10 +151,9 @@ def _common_keys(
     if width * sizes.head_count != sizes.embedding_length or c.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
     defaults = {
-        "rope.freq_base": ROPE_FREQ_BASE,
-        "attention.head_count_kv": sizes.head_count,
+        "rope.freq_base": ROPE_FREQ_BASE, "attention.head_count_kv": sizes.head_count,
         "feed_forward_length": sizes.expert_feed_forward_length,
-    }
+    }  # fmt: skip
     omitted_keys = [key for key in family.omitted_keys if keys[key] == defaults[key]]
     keys = {key: value for key, value in keys.items() if key not in omitted_keys}
     return keys | _expert_keys(sizes)
@@ -191,9 +187,8 @@ def _rope_keys(
         allowed_text = " or ".join(("default", "linear", "yarn", *computed))
         raise c.wrong("rope_scaling.type", kind, allowed_text)
     keys: Keys = {
-        "rope.scaling.type": kind,
-        "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
-    }
+        "rope.scaling.type": kind, "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
+    }  # fmt: skip
     is_yarn = kind == "yarn"
     return _yarn(c, sizes, architecture, family, keys, family_keys) if is_yarn else (keys, {})
 
@@ -210,6 +205,8 @@ def _yarn(
     """Return YaRN as keys; as divisors of frequencies where llama.cpp reads those instead of keys for the ramp."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
+    if not original.is_integer():
+        raise c.wrong(ORIGINAL, original, "a whole number")
     turns = {k: c.number(f"rope_scaling.{k}", rope_params.get(k) or n) for k, n in YARN.items()}
     keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if rope_params.get(key)}
     keys["rope.scaling.original_context_length"] = int(original)
@@ -218,7 +215,7 @@ def _yarn(
     scaling = RopeScaling("yarn", factor, 0, 1.0, fast_turns, slow_turns, multiplier)
     width = c.rotated_width(sizes.head_width) if architecture.partial_rope else sizes.head_width
     ramp_place = sizes.rope_dims or width, c.rope_base(family.rope_freq_base), int(original)
-    ramp_blend = scaling.blend(*ramp_place, truncate=rope_params.get("truncate") is not False)
+    ramp_blend = scaling.blend(*ramp_place, truncate=bool(rope_params.get("truncate", True)))
     ramp_start, ramp_end = ramp_blend or (0.0, 1.0)
     held_keys = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.key_defaults}
     wrong = {key: n for key, n in YARN.items() if turns[key] != n and key not in held_keys}
@@ -245,7 +242,9 @@ def _yarn(
 def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:
     """Return the factor by which YaRN multiplies cosines and sines."""
     attention_factor, mscale, shared_mscale = (
-        c.number(f"rope_scaling.{name}", rope_params[name]) if rope_params.get(name) else 0.0
+        c.number(f"rope_scaling.{name}", rope_params[name])
+        if rope_params.get(name) not in ((None,) if name == MAGNITUDE_KEYS[0] else (None, 0))
+        else 0.0
         for name in MAGNITUDE_KEYS
     )
     mscale, shared_mscale = (mscale, shared_mscale) if mscale and shared_mscale else (1.0, 0.0)
@@ -270,6 +269,8 @@ def _llama3(c: HFConfig, base: float, width: int) -> np.ndarray:
     names = "factor", "low_freq_factor", "high_freq_factor"
     rope_params = c.full_rotation()
     factor, low, high = (c.number(f"rope_scaling.{name}", rope_params.get(name)) for name in names)
+    if low >= high:
+        raise c.wrong("rope_scaling.low_freq_factor", low, f"below high_freq_factor, {high}")
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get("max_position_embeddings")))
     wavelengths = 2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width)
     ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)

@@ -74,10 +74,13 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
     is_byte_level = any(step["type"] == "ByteLevel" for step in flat_steps["pre_tokenizer"])
     for section, allowed_steps in (BYTE_STEPS if is_byte_level else PIECE_STEPS).items():
         _check(path, section, flat_steps.get(section, [{"type": "BPE"} | model]), allowed_steps)
-    merges = _merge_pairs(as_list(model.get("merges")))
-    if not isinstance(model.get("vocab"), dict) or "merges" not in model or merges is None:
+    raw_merges = as_list(model.get("merges"))
+    pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in raw_merges]
+    is_valid = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
+    if not isinstance(model.get("vocab"), dict) or "merges" not in model or not is_valid:
         raise InputError(f"{path}: model must be a BPE with vocab and merges")
     normalizer_kinds = [step["type"] for step in flat_steps["normalizer"]]
+    merges = [(left, right) for left, right in pairs]
     steps = TokenizerSteps(merges, replaces="Replace" in normalizer_kinds)
     (_read_byte_steps if is_byte_level else _read_piece_steps)(
         path, fast, steps, normalizer_kinds, flat_steps["pre_tokenizer"]
@@ -94,7 +97,21 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
     if decoder_kinds and not all(decoder_kinds & {*name.split(" or ")} for name in right):
         fact = f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
         raise InputError(fact)
+    space_steps = [step for step in flat_steps["decoder"] if step["type"] in ("Strip", "Metaspace")]
+    drops = any(
+        step.get("start", 1) == 1 and _prepend_scheme(step) != "never" for step in space_steps
+    )
+    if decoder_kinds and not is_byte_level and drops != steps.adds_space:
+        verbs = "drops" if drops else "keeps", "keep" if drops else "drop"
+        note = f"decoder {verbs[0]} a space before a text, and readers of GGUF {verbs[1]} it"
+        steps.notes.append(note)
     return steps
+
+
+def _prepend_scheme(metaspace: Step) -> str:
+    """Return where a Metaspace puts spaces before words: always, first or never."""
+    default_scheme = "never" if metaspace.get("add_prefix_space") is False else "always"
+    return str(metaspace.get("prepend_scheme") or default_scheme)
 
 
 def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: list[str]) -> None:
@@ -149,13 +166,6 @@ def _check(path: Path, section: str, steps: list[Step], allowed_steps: AllowedSt
                 )
 
 
-def _merge_pairs(raw_merges: list[Any]) -> list[tuple[str, str]] | None:
-    """Return merges as pairs, from lists or from two words with a space between; None if one is neither."""
-    pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in raw_merges]
-    is_valid = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
-    return [(pair[0], pair[1]) for pair in pairs] if is_valid else None
-
-
 # ---- SentencePiece's BPE -------------------------------------------------------------------------------------
 
 
@@ -179,8 +189,7 @@ def _read_piece_steps(
             raise InputError(f"{path}: {requirement}")
     _check_made(path, fast, steps, fast["model"].get("ignore_merges") is True)
     steps.adds_space = "Prepend" in normalizer_kinds
-    default_scheme = "never" if metaspace.get("add_prefix_space") is False else "always"
-    scheme = metaspace.get("prepend_scheme") or default_scheme
+    scheme = _prepend_scheme(metaspace)
     if metaspace and not steps.adds_space and scheme != "never":
         is_first = scheme == "first"
         steps.adds_space, steps.special_frames = True, ("{}", "a{}") if is_first else ("{}", "a{}b")

@@ -6,7 +6,7 @@ tokenizer.model has priority over tokenizer.json, as in llama.cpp's converter. M
 import string
 import sys
 from collections.abc import Callable, Mapping
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,7 @@ def vocabulary_metadata(
     table = _VocabularyFiles(folder, vocab_size)
     model, steps = table.piece_model, table.steps
     values = _from_sentencepiece(table, family.blank) if model else _from_json(table, family.merged)
-    for id, added_token in _added_by_id(table.about).items():
-        if id < vocab_size and (model or id not in table.ids.values()):
-            table.put_added_token("tokenizer_config.json", id, added_token, model is not None)
+    table.put_config_tokens()
     values |= _special_ids(checkpoint, table, family)
     chat_templates, notes = _chat_templates(folder, table.about), [*(steps.notes if steps else ())]
     values |= _bos_eos_flags(table, values, str(chat_templates), notes)
@@ -66,6 +64,7 @@ def vocabulary_metadata(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
+    metadata = _more_ends(checkpoint, tokenizer) | metadata
     joins_spaces = model is not None and not model.unigram and model.joins_spaces
     if joins_spaces:
         notes.append(
@@ -144,6 +143,33 @@ class _VocabularyFiles:
         if not special and restores_spaces and SPACE in text:
             self.tokens[id] = text.replace(SPACE, " ").encode()
 
+    def put_config_tokens(self) -> None:
+        """Store the tokens of tokenizer_config.json that transformers adds to the vocabulary or makes special."""
+        file, about, has_pieces = "tokenizer_config.json", self.about, self.piece_model is not None
+        listed = {t.get("id"): t for t in map(as_object, as_list(self.fast.get("added_tokens")))}
+        added_ids, ids = _optional(self.folder / "added_tokens.json"), self.ids
+        decoded = {str(i): {"content": t} for t, i in added_ids.items() if t not in ids}
+        decoded |= as_object(about.get("added_tokens_decoder"))
+        texts = dict(zip(ids.values(), ids, strict=True))
+        for id, token in ((int(i), as_object(decoded[i])) for i in decoded if i.isdecimal()):
+            stored_token = listed.get(id, {**token, "content": texts.get(id, token.get("content"))})
+            for name in ("content", "special", *STRIP_FLAGS) if not has_pieces else ():
+                if (stored_token.get(name) or False) != (token.get(name) or False):
+                    fact = f"{self.folder / file}: added token {id}: {name} is {token.get(name)!r}"
+                    raise InputError(
+                        fact, f"it must be {stored_token.get(name)!r}, as in tokenizer.json"
+                    )
+            if id < len(self.tokens) and (has_pieces or id not in listed):
+                self.put_added_token(file, id, token, has_pieces)
+        special_tokens = [token for name, token in about.items() if name.endswith("_token")]
+        special_tokens += as_list(about.get("additional_special_tokens"))
+        special_tokens += as_object(about.get("extra_special_tokens")).values()
+        for token in (t for t in special_tokens if _text(t) in ids):
+            id, flags = ids[str(_text(token))], as_object(token)
+            self.strip_flags += [(file, id, n) for n in STRIP_FLAGS if flags.get(n) is True]
+            if self.token_types[id] == NORMAL:
+                self.token_types[id] = CONTROL
+
     def check_strips(self, tokenizer: Tokenizer) -> None:
         """Refuse tokens that take the whitespace beside them, except those that readers of GGUF know to do so."""
         known_ids = {"lstrip": tokenizer.lstrip_ids, "rstrip": tokenizer.rstrip_ids}
@@ -192,11 +218,6 @@ def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str
     }
 
 
-def _added_by_id(about: Mapping[str, Any]) -> dict[int, Any]:
-    token_by_id = as_object(about.get("added_tokens_decoder"))
-    return {int(id): added_token for id, added_token in token_by_id.items() if id.isdecimal()}
-
-
 # ---- tokenizer.json ------------------------------------------------------------------------------------------
 
 
@@ -232,17 +253,12 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
             fact = f"{path}: merges that make one token must be side by side, as by a score"
             raise InputError(fact)
         return table.values("llama", "default", scores=True)
-    merges_value = MetadataValue(
-        "string", [f"{_visible(left)} {_visible(right)}".encode() for left, right in merges]
-    )
+    # spaces as byte-level vocabularies write them
+    merge_texts = [" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges]
+    merges_value = MetadataValue("string", [text.encode() for text in merge_texts])
     if use_pieces:
         return table.values(merged_model, merged_model, scores=True) | {"merges": merges_value}
     return table.values("gpt2", steps.pre, scores=False) | {"merges": merges_value}
-
-
-def _visible(text: str) -> str:
-    """Return the text of a merge with spaces as byte-level vocabularies write them."""
-    return text.replace(" ", "\u0120")
 
 
 # ---- special ids and templates -------------------------------------------------------------------------------
@@ -262,7 +278,7 @@ def _special_ids(
     for name, key in SPECIAL_NAMES.items():
         config_id = checkpoint.config.get(f"{name}_token_id")
         config_id = config_id[0] if isinstance(config_id, list) and config_id else config_id
-        id = table.ids.get(_text(table.about.get(f"{name}_token")) or "", config_id)
+        id = table.ids.get(_text(table.about.get(f"{name}_token")) or "\0", config_id)
         if type(id) is int and 0 <= id < len(table.tokens):
             values_by_key[f"{key}_token_id"] = MetadataValue("u32", id)
     document_id = checkpoint.config.get("eod_token_id")
@@ -281,12 +297,24 @@ def _special_ids(
     return values_by_key
 
 
+def _more_ends(checkpoint: CheckpointFolder, tokenizer: Tokenizer) -> dict[str, MetadataValue]:
+    """Return keys of two more ids at which the checkpoint's answers end, if readers do not know them by their texts."""
+    configs = checkpoint.config.json_values, _optional(checkpoint.folder / "generation_config.json")
+    end_lists = (x if isinstance(x := c.get("eos_token_id"), list) else [x] for c in configs)
+    ids = [i for i in chain(*end_lists) if type(i) is int and 0 <= i < tokenizer.vocab_size]
+    other_ids = [id for id in dict.fromkeys(ids) if id not in tokenizer.eog_ids]
+    names = ("eom", "eot") if tokenizer.eot is None else ("eom",)
+    return {
+        f"{KEYS}{n}_token_id": MetadataValue("u32", i) for n, i in zip(names, other_ids, strict=False)
+    }  # fmt: skip
+
+
 def _bos_eos_flags(
     table: _VocabularyFiles, values: Mapping[str, MetadataValue], templates: str, notes: list[str]
 ) -> dict[str, MetadataValue]:
     """Return whether to add BOS and EOS: by the post-processor, else by the tokenizer's config."""
     post_steps = flatten_steps(table.path, "post_processor", table.fast.get("post_processor"))
-    added_texts = [[t for s in post_steps for t in _around(table.path, s)[at]] for at in (0, 1)]
+    added_texts = [[t for s in post_steps for t in _around(table, s)[at]] for at in (0, 1)]
     flags: dict[str, bool] = {}
     for name, texts, place in zip(("bos", "eos"), added_texts, ("before", "after"), strict=True):
         configured, id = table.about.get(f"add_{name}_token"), values.get(f"{name}_token_id")
@@ -307,13 +335,18 @@ def _bos_eos_flags(
     return {f"add_{name}_token": MetadataValue("bool", flag) for name, flag in flags.items()}
 
 
-def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _around(table: _VocabularyFiles, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the special tokens that a step of the post-processor puts before a text, and those after it."""
     if step["type"] not in ("ByteLevel", "TemplateProcessing"):
-        raise InputError(f"{path}: post_processor is {step['type']}; it must be TemplateProcessing")
+        fact = f"{table.path}: post_processor is {step['type']}"
+        raise InputError(fact, "it must be TemplateProcessing")
     listed = [as_object(item) for item in as_list(step.get("single"))]
     text_index = next((i for i, item in enumerate(listed) if "Sequence" in item), len(listed))
     texts = [str(as_object(item.get("SpecialToken")).get("id")) for item in listed]
+    for name, special in as_object(step.get("special_tokens")).items():
+        ids, own_ids = as_object(special).get("ids"), [table.ids.get(name)]
+        if name in texts and ids not in (None, own_ids):
+            raise InputError(f"{table.path}: post_processor: {name} is {ids}; it must be {own_ids}")
     return texts[:text_index], texts[text_index + 1 :]
 
 
@@ -330,15 +363,18 @@ def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Metadat
     elif chat_template is None:
         chat_template = _optional(folder / "chat_template.json").get("chat_template")
     if not isinstance(chat_template, list):
-        chat_template = [{"name": "default", "template": chat_template}]
+        text_entry = {"name": "default", "template": chat_template}
+        chat_template = [] if chat_template is None else [text_entry]
     values_by_key: dict[str, MetadataValue] = {}
     allowed = string.ascii_letters + string.digits
     for template_entry in map(as_object, chat_template):
         name, template = (_text(template_entry.get(key)) for key in ("name", "template"))
-        if name and template is not None:
-            name = "".join(c if c in allowed else "_" for c in name)
-            suffix = "" if name == "default" else f".{name}"
-            values_by_key[suffix] = MetadataValue("string", template)
+        stored_name = "".join(c if c in allowed else "_" for c in name or "")
+        suffix = "" if name == "default" else f".{stored_name}"
+        if not name or template is None or suffix in values_by_key:
+            fact = f"{folder}: chat_template {str(template_entry)[:60]} is no text"
+            raise InputError(fact, "it must be a text or named texts")
+        values_by_key[suffix] = MetadataValue("string", template)
     values = {f"tokenizer.chat_template{name}": value for name, value in values_by_key.items()}
     template_names = [name[1:].encode() for name in values_by_key if name]
     if template_names:

@@ -54,10 +54,8 @@ class ChatTemplate:
         now = f"{datetime.now():%b %d %Y}"  # firefunction's templates need both
         variables = {"datetime": now, "functions": json.dumps(tools or [], indent=4)}
         variables |= {**(extra_variables or {}), **self._tokens} | {
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
+            "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
         if self._child is None:
             self._child = _start_child(self._source, self._memory_nbytes)
             weakref.finalize(self, _stop_child, self._child)
@@ -105,10 +103,8 @@ def _start_child(source: str, memory: int) -> subprocess.Popen[bytes]:
     # -P: do not import from the folder of the file
     child = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("template_renderer.py")), str(memory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     assert child.stdin
     child.stdin.write(json.dumps(source).encode() + b"\n")
     return child

@@ -49,12 +49,9 @@ BLOCKLESS_NOTE = "turns not trained on, because the template has no generation b
 
 class TemplateRenderer(Protocol):
     def render(
-        self,
-        messages: list[Message],
-        tools: list[Any] | None = None,
-        add_generation_prompt: bool = False,
+        self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False,
         extra_variables: Mapping[str, Any] | None = None,
-    ) -> str: ...
+    ) -> str: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from packtrain.common.text import shortlist
 LOSS = {
     "weight": "OpenAI and mistral-finetune", "train": "Axolotl", "training": "Axolotl", "trainable": "several tools",
     "loss": "ms-swift and XTuner", "loss_mask": "several tools", "step_loss_mask": "slime",
+    "loss_weight": "LLaMA-Factory",
 }  # fmt: skip
 EMPTY_VALUES = ("none", "", "[]", "{}")
 TRUE, FALSE, ANY = ("true", "1", "1.0"), ("false", "0", "0.0"), ()
@@ -29,6 +30,7 @@ ROW_TABLE = _table(
     ("kto_tag", "LLaMA-Factory", UNWANTED, ANY, TRUE),
     (" ".join(LOSS), "Axolotl and others", "says that it is not trained on", FALSE, ()),
     ("weight sample_weight loss_weight loss_scale", "Fireworks and ms-swift", "weighs the loss", ANY, TRUE),
+    ("loss_mask step_loss_mask response_mask", "slime and verl", "says what is not trained on", ANY, TRUE),
     (MEDIA, "TRL, LLaMA-Factory and ms-swift", "is no text, and this model reads text only", ANY, ()),
     ("input_ids attention_mask completion_mask assistant_masks position_ids", "TRL", "has tokens or masks", ANY, ()),
     ("ref_chosen_logps ref_rejected_logps", "TRL", "is the reference, which the base is here", ANY, ()),
@@ -54,6 +56,7 @@ PART = _table((" ".join(LOSS), "Axolotl", PARTS, ANY, TRUE))  # of a message's c
 MESSAGE = _table(
     (MEDIA, "Ollama, OpenAI and TRL", "is no text, and this model reads text only", ANY, ()),
     ("documents", "Cohere", PROMPT, ANY, ()),
+    ("tools functions", "GLM-4 and DeepSeek", "lists tools, which are a field of the row", ANY, ()),
     ("tool_plan", "Cohere", "is part of the answer; it must be in the content", ANY, ()),
     ("channel", "gpt-oss", "tells thoughts from answers; thoughts are reasoning_content", ANY, ("final",)),
     ("recipient", "gpt-oss", "says what is called; calls are tool_calls", ANY, ("all",)),

@@ -17,6 +17,14 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "obs
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"function": "tool", "function_response": "tool", "ipython": "tool", "model": "assistant"}
 CALL_EXAMPLE = '{"name": …, "arguments": …}'
+# names of the arguments of a call, and of a tool's schema: OpenAI's, those of Anthropic, MCP and Gemini, and others
+ARGUMENT_NAMES = "arguments", "parameters", "input", "args", "kwargs"
+SCHEMA_NAMES = (
+    "parameters", "input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema",
+)  # fmt: skip
+TOOL_TYPES = None, "function", "custom"
+# fields with one meaning: they must not differ
+TWINS = ("content", "value"), ("reasoning_content", "reasoning"), ("reasoning_content", "thinking")
 # templates may read them
 KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}
 MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", "reasoning"}
@@ -122,13 +130,16 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
         advice = "it must be system, user, assistant or tool"
         raise InputError(f"{at}: role is {raw_role!r}", advice)
     check(turn, at, MESSAGE if allow_empty else TURN)
+    for name, twin in TWINS:
+        if turn.get(name) and turn.get(twin) not in (None, "", turn[name]):
+            raise InputError(f"{at}: {name} and {twin} differ", "one of them must go")
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
     if legacy_call := turn.get("function_call"):
         if calls:
             raise InputError(f"{at} has tool_calls and function_call", "one of them must go")
         calls = [legacy_call]
-    if raw_role == "function_call":
+    if raw_role.lower() == "function_call":
         content, calls = "", _json(content, f"{at}: the call", CALL_EXAMPLE)
     if calls and role != "assistant":
         raise InputError(f"{at}: the {role} calls a tool", "only the assistant can")
@@ -175,13 +186,23 @@ def _call(call: Any, at: str) -> Message:
     call = check_object(call, f"{at}: tool_calls")
     function = check_object(call.get("function", call), f"{at}: function")
     name = function.get("name")
-    arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         raise InputError(f"{at}: a tool call needs a name")
+    arguments = _named_value(function, ARGUMENT_NAMES, at)
     if isinstance(arguments, str):
         arguments = arguments.strip() and _json(arguments, f"{at}: arguments", '{"city": "Oslo"}')
+    if arguments and not isinstance(arguments, dict):
+        raise InputError(f"{at}: arguments are {type(arguments).__name__}, not an object")
     tool_call = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
     return tool_call if call.get("id") is None else {"id": call["id"], **tool_call}
+
+
+def _named_value(values: Message, names: tuple[str, ...], at: str) -> Any:
+    """Return the value that one of these names has; None if none has any. Raises InputError for different values."""
+    given_names = [name for name in names if values.get(name) is not None]
+    if any(values[name] != values[given_names[0]] for name in given_names):
+        raise InputError(f"{at}: {' and '.join(given_names)} differ", "one of them must go")
+    return values[given_names[0]] if given_names else None
 
 
 def _assign_call_ids(messages: list[Message]) -> None:
@@ -213,9 +234,11 @@ def _check_tools(tools: Any, location: str) -> list[Any] | None:
         function = check_object(tool.get("function", tool), at)
         if not isinstance(function.get("name"), str):
             raise InputError(f"{at} has no name", "it must be an object with name and parameters")
-        with_defaults = {"name": "", "description": "", "parameters": {}} | function
-        function = {key: with_defaults[key] for key in ("name", "description", "parameters")}
-        functions.append({"type": "function", "function": function})
+        if tool.get("type") not in TOOL_TYPES:
+            raise InputError(f"{at}: type is {tool['type']!r}", "it must be function")
+        schema, text = _named_value(function, SCHEMA_NAMES, at) or {}, function.get("description")
+        described = {"name": function["name"], "description": text or "", "parameters": schema}
+        functions.append({"type": "function", "function": described})
     return functions
 
 

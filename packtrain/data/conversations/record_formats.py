@@ -178,13 +178,16 @@ def _parse_messages(record: Mapping[str, Any], location: str) -> Conversation:
 def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
     """Parse a question and an answer, texts or lists of messages, perhaps after earlier turns."""
     messages = _system_messages(record, location)
-    history = sample_messages.parse_if_json(record.get("history"), f"{location}: history")
-    for i, turns in enumerate(sample_messages.as_list(history)):
+    history = sample_messages.parse_if_json(record.get("history"), f"{location}: history") or []
+    if not isinstance(history, list):
+        raise InputError(f"{location}: history must be a list of pairs of texts")
+    for i, turns in enumerate(history):
         at = f"{location}: history[{i}]"
         if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
         messages += [new_message("user", turns[0], at), new_message("assistant", turns[1], at)]
-    messages += _turns(record, "prompt", location, "user")
+    for message in _turns(record, "prompt", location, "user"):  # its answers are context, as in TRL
+        messages.append({"weight": 0} | message if message["role"] == "assistant" else message)
     messages += _turns(record, "completion", location, "assistant")
     return sample_messages.make_conversation(location, messages, record.get("tools"))
 

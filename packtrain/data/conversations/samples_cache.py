@@ -17,7 +17,7 @@ from packtrain.data.token_cache import ReportProgress, read_or_build
 from packtrain.data.tokenizer import KEYS
 from packtrain.gguf import GGUF
 
-FORMAT = 9  # increase it to rebuild all caches
+FORMAT = 10  # increase it to rebuild all caches
 IDENTITY = 7  # increase it if the same data gives other samples, so that no older run resumes
 # matches notes of data that gives other samples since IDENTITY was chosen
 SINCE = re.compile(rf"^{WEIGHTLESS}|: columns: .*\b({'|'.join(ALIASES)})\b.* → ", re.IGNORECASE)

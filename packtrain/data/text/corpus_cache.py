@@ -49,10 +49,9 @@ def prepare_corpus(
 
 
 def _fingerprint(
-    text: documents.CorpusRecipe,
-    sources: Sequence[documents.SourceFile],
+    text: documents.CorpusRecipe, sources: Sequence[documents.SourceFile],
     vocabulary: Mapping[str, MetadataValue] | None,
-) -> str:
+) -> str:  # fmt: skip
     vocab = (text.vocab_size, text.auto) if vocabulary is None else plain_metadata(vocabulary)
     # only if they are set, so that older caches are still found
     extra_options = ["kept"] if text.keep_separators else []

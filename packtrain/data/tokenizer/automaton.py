@@ -86,8 +86,7 @@ class PatternCompiler:
             REPEAT_COUNTS[match[1]] if match[1] else (int(match[2]), int(match[3] or match[2]))
         )
         if max_times is None:  # back to the split as often as there are items
-            loop = [_split(1, len(item) + 2), *item, _split(-len(item) - 1)]
-            return item * min_times + loop
+            return item * min_times + [_split(1, len(item) + 2), *item, _split(-len(item) - 1)]
         num_optional, step = max_times - min_times, len(item) + 1
         code = item * min_times
         for num_left in range(num_optional, 0, -1):

@@ -199,9 +199,8 @@ class CompiledEncoder:
         word_ends, count = t.splitter.split(raw, parts.astype(np.int32))
         max_word_nbytes = int(np.diff(word_ends[:count], prepend=np.int32(0)).max(initial=0)) + 1
         workspace = (
-            np.empty((4, max_word_nbytes), np.int32),
-            *(np.empty(k * max_word_nbytes, np.int64) for k in (1, 3)),
-        )
+            np.empty((4, max_word_nbytes), np.int32), *(np.empty(k * max_word_nbytes, np.int64) for k in (1, 3)),
+        )  # fmt: skip
         # a space may be three bytes
         ids = np.empty((3 if len(t.order) else 1) * len(raw), np.int32)
         id_ends = np.empty(len(parts), np.int64)

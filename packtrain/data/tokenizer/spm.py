@@ -78,8 +78,7 @@ class SentencePieceEncoding(Encoding):
     def _word_ids(self, word: str) -> list[int]:
         """Return the ids of a word, encoded in pieces that cannot merge with each other."""
         word, ids = word.replace(" ", SPACE), []
-        joins = self._joins
-        cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
+        cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in self._joins]
         for start, end in pairwise([0, *cuts, len(word)]):
             ids += self._cached(word[start:end], self._merged)
         return ids

@@ -44,9 +44,8 @@ PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
 # tokens that swallow whitespace before them, by a part of the pre-tokenizer's name, the architecture or the name
 MASK_TOKENS = (
     (f"{KEYS}pre", "jina-v2-de jina-v2-es jina-v2-code", b"<mask>"),
-    ("general.architecture", "nomic-bert-moe jina-bert-v3", b"<mask>"),
-    ("general.name", "modern-bert", b"[MASK]"),
-)
+    ("general.architecture", "nomic-bert-moe jina-bert-v3", b"<mask>"), ("general.name", "modern-bert", b"[MASK]"),
+)  # fmt: skip
 # texts of gpt-oss that become user-defined tokens
 CHANNEL_TEXTS = "<|channel|> <|message|> <|start|> <|constrain|>"
 

@@ -22,10 +22,8 @@ BATCH_CHARACTERS = 1 << 17  # characters encoded at a time, if the text can be c
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
 CLEANUP_RULES = [
-    (re.compile(" (?=[?!.,])"), ""),
-    (re.compile(" ' "), "'"),
-    (re.compile(" (?='(?:s|m|re|ve))"), ""),
-]
+    (re.compile(" (?=[?!.,])"), ""), (re.compile(" ' "), "'"), (re.compile(" (?='(?:s|m|re|ve))"), ""),
+]  # fmt: skip
 TextParts = list[str | int]  # text, and ids of special tokens
 
 
@@ -180,9 +178,8 @@ class Tokenizer:
         """Return the BOS and EOS ids to add around the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for is_requested, id, name in (
-            (bos, self.bos, "bos"),
-            (eos, self.end_id, "seperator" if self._encoding.separated else "eos"),
-        ):
+            (bos, self.bos, "bos"), (eos, self.end_id, "seperator" if self._encoding.separated else "eos"),
+        ):  # fmt: skip
             if is_requested and id is None:
                 raise TokenizerError(
                     f"{name} is to be added, but the vocabulary of {self.vocab_size} tokens has no {name} token;"

@@ -121,8 +121,7 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
     for i, (timed, name) in enumerate(cases):
         count(i + 1, len(cases))
         w_shape = timed.product.n, timed.product.k
-        weight_values = np.random.default_rng(0).standard_normal(w_shape, np.float32)
-        w = quantize(weight_values, DTYPES[name])
+        w = quantize(np.random.default_rng(0).standard_normal(w_shape, np.float32), DTYPES[name])
         works = bind_product(timed.product, w), bind_product(timed.product, dequantize(w))
         for _ in range(rounds):
             timed.ours.append(burst_seconds(works[0], clock))

@@ -81,8 +81,7 @@ class Target:
             return self.backends[0]
         label, role = leaf.label, leaf.role or ""
         names = label, label.rpartition("/")[2], role, f"{role}.{label.rpartition('.')[2]}"
-        leaf_backends = (self.homes[name] for name in names if name in self.homes)
-        return next(leaf_backends, self.backends[0])
+        return next((self.homes[name] for name in names if name in self.homes), self.backends[0])
 
 
 CPU = Target()

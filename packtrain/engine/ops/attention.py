@@ -174,12 +174,9 @@ def _sample_inputs():
     cells = np.arange(70)
     cell_pos, cell_seq = constant("k_pos", [cells // 2], i32), constant("k_seq", [cells % 2], i32)
     for q_pos, q_seq, attrs in (
-        ([[20]], [[1]], {}),
-        ([[20]], [[1]], {"window": 7, "softcap": 1.0}),
-        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {}),
-        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {"window": 3}),
-        ([[3] * 17], [[0, 1, 9] * 5 + [0, 1]], {}),
-    ):
+        ([[20]], [[1]], {}), ([[20]], [[1]], {"window": 7, "softcap": 1.0}), ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {}),
+        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {"window": 3}), ([[3] * 17], [[0, 1, 9] * 5 + [0, 1]], {}),
+    ):  # fmt: skip
         t = len(q_pos[0])
         ids = constant("q_pos", q_pos, i32), cell_pos, constant("q_seq", q_seq, i32), cell_seq
         yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), attrs

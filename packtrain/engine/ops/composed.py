@@ -60,9 +60,8 @@ def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor
     """Attend without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
     (b, t), s = q.shape[:2], k.shape[1]
     positions = (
-        constant("q_pos", np.full((b, t), s - 1), i32),
-        constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
-    )
+        constant("q_pos", np.full((b, t), s - 1), i32), constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
+    )  # fmt: skip
     return attention(q, k, v, *positions, scale=scale)[0]
 
 
@@ -82,8 +81,7 @@ def soft_max_sinks(
     x = x if scale == 1 else scale_by(x, by=scale)
     x = x if mask is None else add(x, mask)
     column = broadcast_to(reshape(sinks, shape=(*sinks.shape, 1, 1)), shape=(*x.shape[:3], 1))
-    y = soft_max(concat([x, column], axis=3))
-    return narrow(y, axis=3, start=0, length=x.shape[3])
+    return narrow(soft_max(concat([x, column], axis=3)), axis=3, start=0, length=x.shape[3])
 
 
 def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:

@@ -33,13 +33,10 @@ def _sample_cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
     """Yield images, filters and attributes: edges, steps, and more channels or filters than a panel has."""
     strided_attrs = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
     for image, filters, attrs in (
-        ((2, 3, 5, 6), (4, 3, 3, 2), {}),
-        ((2, 2, 9, 11), (3, 2, 3, 4), strided_attrs),
-        ((3, 1, 28, 28), (8, 1, 3, 3), {"padding": (1, 1)}),
-        ((1, 33, 5, 6), (17, 33, 3, 3), {"padding": (1, 1)}),
-        ((1, 2, 4, 5), (260, 2, 2, 2), {}),
-        ((1, 1, 18, 19), (2, 1, 17, 16), {}),
-    ):
+        ((2, 3, 5, 6), (4, 3, 3, 2), {}), ((2, 2, 9, 11), (3, 2, 3, 4), strided_attrs),
+        ((3, 1, 28, 28), (8, 1, 3, 3), {"padding": (1, 1)}), ((1, 33, 5, 6), (17, 33, 3, 3), {"padding": (1, 1)}),
+        ((1, 2, 4, 5), (260, 2, 2, 2), {}), ((1, 1, 18, 19), (2, 1, 17, 16), {}),
+    ):  # fmt: skip
         yield input("x", image), input("w", filters), attrs
 
 

@@ -11,8 +11,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 def _check_sequence(name: str, x: Tensor, seq: Tensor | None) -> None:
-    is_valid = len(x.shape) == 3 and x.dtype == f32
-    require(is_valid, f"{name} is {x.spec}; it must be f32[B, T, C]")
+    require(len(x.shape) == 3 and x.dtype == f32, f"{name} is {x.spec}; it must be f32[B, T, C]")
     Spec(x.shape[:2], i32).require(seq=seq)
 
 

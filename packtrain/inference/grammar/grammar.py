@@ -71,9 +71,8 @@ class Grammar:
         """Return an independent grammar in the same state."""
         duplicate = Grammar.__new__(Grammar)
         duplicate.__dict__ |= self.__dict__ | {
-            "_matcher": self._matcher.deep_copy(),
-            "_accepted_ids": [*self._accepted_ids],
-        }
+            "_matcher": self._matcher.deep_copy(), "_accepted_ids": [*self._accepted_ids],
+        }  # fmt: skip
         return duplicate
 
     @property

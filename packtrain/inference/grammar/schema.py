@@ -20,6 +20,7 @@ NAMED_SCHEMAS = "properties", "$defs", "definitions", "patternProperties"  # key
 COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 OPENING_KEYWORDS = OBJECTS - {"properties"}
+WRAPPER_KEYS = {"name", "schema", "json_schema", "strict"}  # of a response_format
 ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples"}
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # fmt: skip
 UNEVALUATED = "unevaluatedProperties"
@@ -93,6 +94,9 @@ def parse_schema(text: str) -> Any:
         raise InputError("JSON schema: a number has too many digits") from None
     if not isinstance(schema, dict):
         raise InputError("JSON schema: it must be an object, like {}")
+    if WRAPPER_KEYS >= {*schema} - {"description"} != set():
+        fact = f"JSON schema: {' and '.join(schema)} are no keywords of a schema"
+        raise InputError(fact, "what stands in schema must stand in their place")
     loosened(schema, unsupported := list[str]())
     if unsupported:
         advice = "no grammar can hold to it"

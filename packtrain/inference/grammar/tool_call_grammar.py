@@ -74,10 +74,9 @@ class ToolCallRules:
                 r"/-?[0-9]{1,16}(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,16})?|true|false|null/"
             )
             self._rules += [
-                'bare: "{" (pair ("," pair)*)? "}"\n',
-                r"pair: /[^:{}\[\],\s]+/ " + '":" value\n',
+                'bare: "{" (pair ("," pair)*)? "}"\n', r"pair: /[^:{}\[\],\s]+/ " + '":" value\n',
                 f'value: {string_rule} | bare | "[" (value ("," value)*)? "]" | {scalar_pattern}\n',
-            ]
+            ]  # fmt: skip
         return "bare"
 
     def _add_rule(self, attributes: str, rule_body: str) -> str:

@@ -19,10 +19,8 @@ from packtrain.inference import sampling
 from packtrain.inference.kv_cache.cell_pools import ContextError
 
 OUTPUT_NAMES = {
-    sampling.LOGITS: ("result",),
-    sampling.CANDIDATES: ("ids", "values"),
-    sampling.TOKEN: ("token",),
-}
+    sampling.LOGITS: ("result",), sampling.CANDIDATES: ("ids", "values"), sampling.TOKEN: ("token",),
+}  # fmt: skip
 HIDDEN_STATES = "hidden_states"  # values before the last norm, an output of runs
 SAMPLER_FLOATS, SAMPLER_INTS = "sampling.numbers", "sampling.counts"
 

@@ -57,8 +57,7 @@ def base_cut(s: Sampling) -> SamplerCut:
         return SamplerCut(CANDIDATES)
     temp = s.temp if "temperature" in active else 1.0
     top_p = s.top_p if "top_p" in active else 1.0
-    min_p = s.min_p if "min_p" in active else 0.0
-    return SamplerCut(TOKEN, (temp, top_p, min_p))
+    return SamplerCut(TOKEN, (temp, top_p, s.min_p if "min_p" in active else 0.0))
 
 
 def _is_idle(s: Sampling, sampler_name: str) -> bool:

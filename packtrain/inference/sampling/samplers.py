@@ -70,8 +70,7 @@ def logit_bias(c: Candidates, biases: Mapping[int, float]) -> Candidates:
     if not biases:
         return c
     if len(c.ids) < MAX_LOOKUPS:
-        bias_values = [biases.get(id, 0.0) for id in c.ids.tolist()]
-        return Candidates(c.ids, c.logits + bias_values, False)
+        return Candidates(c.ids, c.logits + [biases.get(id, 0.0) for id in c.ids.tolist()], False)
     added_bias = np.zeros(int(c.ids.max()) + 1)
     biased_ids = [id for id in biases if id < len(added_bias)]
     added_bias[biased_ids] = [biases[id] for id in biased_ids]
@@ -185,8 +184,7 @@ def xtc(
 def temperature(c: Candidates, temp: float) -> Candidates:
     """Divide logits by `temp`; 0 keeps only the likeliest token, of equals the lowest id."""
     if temp <= 0:
-        best_id = c.ids[c.logits == c.logits.max()].min()
-        return c.select(c.ids == best_id)
+        return c.select(c.ids == c.ids[c.logits == c.logits.max()].min())
     with np.errstate(over="ignore"):  # −inf is correct below the largest logit, which is 0 then
         return Candidates(c.ids, (c.logits - c.logits.max()) / temp, c.sorted)
 

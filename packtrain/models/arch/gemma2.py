@@ -16,8 +16,7 @@ NORMS_BEHIND = {
 
 def check_score_scale(architecture: Architecture, hf_config: HFConfig, sizes: ModelSizes) -> None:
     """Raise InputError if the config's scale of attention scores, for which GGUF has no key, is another."""
-    score_width = architecture.score_width(sizes)
-    hf_config.require_one_of("query_pre_attn_scalar", 256, score_width)
+    hf_config.require_one_of("query_pre_attn_scalar", 256, architecture.score_width(sizes))
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:

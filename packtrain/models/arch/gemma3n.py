@@ -59,10 +59,9 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
         expected = f"such that the last two of the first {OWNING} blocks are {SLIDING} and {FULL}"
         raise hf_config.wrong("layer_types", hf_config.get("layer_types"), expected)
     return {
-        "window_pattern": pattern,
-        "own_kv": num_owning if num_owning < num_blocks else 0,
+        "window_pattern": pattern, "own_kv": num_owning if num_owning < num_blocks else 0,
         "embedding_length_per_layer": LAYER_EMBEDDING_WIDTH,
-    }
+    }  # fmt: skip
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:

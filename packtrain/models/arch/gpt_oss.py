@@ -27,9 +27,8 @@ EXPERTS = ExpertLayout(
 SUFFIX_RENAMES = {"sinks": "sinks.weight"}
 for name in ("gate_up_proj", "down_proj"):
     SUFFIX_RENAMES |= {
-        f"experts.{name}_bias": f"experts.{name}.bias",
-        f"experts.{name}": f"experts.{name}.weight",
-    }
+        f"experts.{name}_bias": f"experts.{name}.bias", f"experts.{name}": f"experts.{name}.weight",
+    }  # fmt: skip
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:

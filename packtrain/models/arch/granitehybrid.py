@@ -26,8 +26,7 @@ def other_class(hf_config: HFConfig) -> str:
     if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
         return ""
     hf_config.require_one_of("position_embedding_type", None, "rope")
-    num_experts = hf_config.get("num_local_experts", 8)
-    return granitemoe.CLASSES[1] if num_experts else granite.ALL_ATTEND
+    return granitemoe.CLASSES[1] if hf_config.get("num_local_experts", 8) else granite.ALL_ATTEND
 
 
 def read_scan(hf_config: HFConfig, inner_width: int) -> Scan:

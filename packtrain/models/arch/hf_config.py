@@ -160,6 +160,13 @@ class HFConfig:
         settings = self.rope_settings()
         inner = settings.get(FULL)
         settings = RopeSettings(inner, self.read_keys) if isinstance(inner, dict) else settings
+        # of two different values, versions of transformers take one or the other
+        disputed_keys = {ORIGINAL} if self.get(ROPE_KEYS[0]) else {ORIGINAL, PARTIAL, "rope_theta"}
+        for key in settings.keys() & disputed_keys:
+            outer_value, inner_value = self.json_values.get(key), settings[key]
+            if None not in (outer_value, inner_value) and outer_value != inner_value:
+                expected = f"{inner_value!r}, as among the settings of rope, or left out"
+                raise self.wrong(key, outer_value, expected)
         return RopeSettings({"rope_theta": self.get("rope_theta"), **settings}, self.read_keys)
 
     def window_rope_base(self, default: float = 10_000.0) -> float:

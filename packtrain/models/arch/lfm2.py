@@ -47,9 +47,8 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     return {
-        "attention.head_count_kv": kv_head_counts,
-        "shortconv.l_cache": hf_config.size("conv_L_cache", 3),
-    }
+        "attention.head_count_kv": kv_head_counts, "shortconv.l_cache": hf_config.size("conv_L_cache", 3),
+    }  # fmt: skip
 
 
 ARCHITECTURE = Architecture(

@@ -21,10 +21,9 @@ def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     if hf_config.window_rope_base(BASE) != base:
         raise hf_config.wrong("rope_theta", base, f"{BASE} in all layers, those with a window, too")
     return {
-        "attention.sliding_window": hf_config.size("sliding_window"),
-        "rope.freq_base_swa": base,
+        "attention.sliding_window": hf_config.size("sliding_window"), "rope.freq_base_swa": base,
         "attention.sliding_window_pattern": hf_config.layer_windows(sizes.block_count) or every,
-    }
+    }  # fmt: skip
 
 
 ARCHITECTURE = arch.Architecture(

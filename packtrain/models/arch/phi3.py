@@ -26,7 +26,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
         settings = hf_config.full_rotation()
         scale = hf_config.number("factor", settings.get("factor") or max_context / original)
         attention_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        config_factor = settings.get("attention_factor") or attention_factor
+        config_factor = settings.get("attention_factor")
+        config_factor = attention_factor if config_factor is None else config_factor
         metadata["rope.scaling.attn_factor"] = hf_config.number("attention_factor", config_factor)
     return metadata
 

@@ -75,10 +75,9 @@ def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     return {
-        **scan_metadata(sizes),
-        "attention.recurrent_layers": [not attends for attends in sizes.attending],
+        **scan_metadata(sizes), "attention.recurrent_layers": [not attends for attends in sizes.attending],
         "full_attention_interval": hf_config.size("full_attention_interval", 4),
-    }
+    }  # fmt: skip
 
 
 ARCHITECTURE = arch.Architecture(

@@ -96,8 +96,7 @@ def _shared_values(split: Sequence[Sequence[Call]]) -> set[Tensor]:
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:
     """Return the values that a block could save: results with bytes but the last, which is the next stream value."""
-    result_tensors = [t for call in calls if not call.op.view for t in call.results]
-    return result_tensors[:-1]
+    return [t for call in calls if not call.op.view for t in call.results][:-1]
 
 
 def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:

@@ -38,17 +38,12 @@ def chart_svg(
         x += 56 + 7 * len(line_text)
     elements = [
         label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
-        label(24, 54, scene.summary, "start"),
-        label(24, 74, scenes.READING_HINT, "start"),
-        _legend(scene),
-        "".join(line_legend),
-        *_axes(frame),
-        *_rectangle_paths(scene, frame, rectangles),
-        *_live_paths(scene, frame),
-        *_peak_marker(scene, frame),
+        label(24, 54, scene.summary, "start"), label(24, 74, scenes.READING_HINT, "start"),
+        _legend(scene), "".join(line_legend), *_axes(frame), *_rectangle_paths(scene, frame, rectangles),
+        *_live_paths(scene, frame), *_peak_marker(scene, frame),
         *(_line(LEFT, RIGHT, frame.y(level.nbytes), level.line_kind) for level in scene.levels),
         *_peak_buffer_labels(scene),
-    ]
+    ]  # fmt: skip
     return svg_picture(scene.title, elements)
 
 

@@ -188,9 +188,8 @@ def make_scene(
         arena = plan.arena(space)
         all_rows = [
             ("weights", arena.weight_nbytes, "trained and frozen weights"),
-            ("state", arena.state_nbytes, "kept between runs"),
-            ("constants", arena.constant_nbytes, "fixed values"),
-        ]
+            ("state", arena.state_nbytes, "kept between runs"), ("constants", arena.constant_nbytes, "fixed values"),
+        ]  # fmt: skip
         rows = [row for row in all_rows if row[1]]
     return PlanScene(plan, space, printable_text(title), rows, budget_nbytes, measured)
 

@@ -81,6 +81,8 @@ class Dataset:
 
 
 def _as_array(name: str, column: Any) -> np.ndarray:
+    if np.ma.is_masked(column):
+        raise InputError(f"{name} has masked values; fill them, as with .filled(0)")
     try:
         return np.asarray(column)
     except ValueError as error:

@@ -235,9 +235,8 @@ def _course(
     if trainer.batch % train_data.shard:
         raise InputError(f"batch={trainer.batch} must be a multiple of shard={train_data.shard}")
     for part, left in (
-        ("training", 0 if val_split else num_train - num_used),
-        ("validation", rest.size % trainer.rows),
-    ):
+        ("training", 0 if val_split else num_train - num_used), ("validation", rest.size % trainer.rows),
+    ):  # fmt: skip
         if left:
             report(f"{plural(left, 'datapoint')} of {part} make no whole batch and are left out")
     return FitRun(trainer, train_data, order[:num_used], valid_data or train_data, rest, seed)

@@ -139,10 +139,9 @@ class MappedTensors(LazyArrays):
 
 
 def save(
-    path: str | Path,
-    values: Mapping[str, np.ndarray],
+    path: str | Path, values: Mapping[str, np.ndarray],
     metadata: Mapping[str, str | int | float | bool] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write tensors by name as a GGUF file, atomically: `pt.save("mnist.gguf", trainer.weights)`.
 
     metadata  more keys; general.architecture is `packtrain-model` unless given

@@ -137,8 +137,7 @@ class Trainer(StepEngine):
     @property
     def saved(self) -> LazyArrays:
         """Weights and moments: what a checkpoint holds."""
-        roles = "weight", "table", "moment"
-        names = (n for n, t in self.form.leaves.items() if t.role in roles)
+        names = (n for n, t in self.form.leaves.items() if t.role in ("weight", "table", "moment"))
         return LazyArrays(self.session.view, names)
 
     @property

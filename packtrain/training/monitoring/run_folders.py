@@ -54,9 +54,8 @@ def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterat
     """Yield the lines of the table, numbers aligned right; columns beyond `width` are named below it."""
     differ = list(run_rows[0]["settings"]) if run_rows else []
     headings = [
-        *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"],
-        "last record",
-    ]
+        *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"], "last record",
+    ]  # fmt: skip
     table_cells = [[*headings, *differ], *(_row_cells(row, differ) for row in run_rows)]
     widths = [max(len(row[k]) for row in table_cells) for k in range(len(table_cells[0]))]
     column_ends = itertools.accumulate(widths, lambda column_end, wide: column_end + 2 + wide)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,14 +12,15 @@ import pytest
 
 import packtrain as pt
 from packtrain import debug, interpret
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.cli.main import main
 from packtrain.common.errors import Interrupted
 from packtrain.common.events import Counted, Events, TaskCallbacks
 from packtrain.models.config import Config
-from packtrain.models.model_file import ModelFile, open_model, save_model
+from packtrain.models.model_file import open_model, save_model
 from packtrain.models.model_metadata import model_metadata
 from packtrain.workflows import generation_settings as warming
-from packtrain.workflows.generation_settings import warm
+from packtrain.workflows.generation_settings import DecodingOptions, warm
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 from tests.models import bind_graph, gradient_graph, relative_error, seeded_batch
 from tests.numpy_models import Model
@@ -28,6 +29,9 @@ TIME = 48
 smaps = pytest.mark.skipif(
     not os.path.exists("/proc/self/smaps"), reason="Linux tells what is in memory"
 )
+
+
+SETTINGS = DecodingOptions(Path("a.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def test_all_experts_are_read(path: Path):
     model, nbytes = open_model(path), experts_nbytes(path)
     start_nbytes = resident_nbytes(path)
     assert nbytes > 10 << 20 > start_nbytes
-    warm(model, Events())
+    warm(SETTINGS, model, Events())
     assert resident_nbytes(path) >= nbytes
 
 
@@ -66,12 +70,17 @@ def test_all_experts_are_read(path: Path):
 def test_commands_warm_up_unless_told_not_to(
     path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    warmed = list[ModelFile]()
-    monkeypatch.setattr(warming, "warm", lambda model, events: warmed.append(model))
+    labels, counting = list[str](), TerminalEvents.counting
+
+    def recorded(self: TerminalEvents, label: str, unit: str) -> AbstractContextManager[Counted]:
+        labels.append(label)
+        return counting(self, label, unit)
+
+    monkeypatch.setattr(TerminalEvents, "counting", recorded)
     monkeypatch.setattr("sys.stdin", StringIO("a\n"))
-    for flag, count in (("--no-warmup", 0), ("--temp=0", 1)):
+    for flag, count in (("--no-warmup", 0), ("--resident=4GiB", 0), ("--temp=0", 1)):
         assert main([command, str(path), "-n", "1", flag]) == 0
-        assert len(warmed) == count
+        assert labels.count("reading experts") == count
 
 
 class RecordingEvents(Events):
@@ -89,22 +98,22 @@ class RecordingEvents(Events):
 
 def test_progress_is_told_and_it_can_be_stopped(path: Path, tmp_path: Path):
     events = RecordingEvents()
-    warm(open_model(path), events)
+    warm(SETTINGS, open_model(path), events)
     assert events.counts == [(n, 6) for n in range(1, 7)] and events.said == []
     callbacks = TaskCallbacks()
     callbacks.cancel.set()
     with pytest.raises(Interrupted, match="stopped while the experts were read"):
-        warm(open_model(path), callbacks)
+        warm(SETTINGS, open_model(path), callbacks)
     random_model(tmp_path / "dense.gguf", "llama")
     events = RecordingEvents()
-    warm(open_model(tmp_path / "dense.gguf"), events)
+    warm(SETTINGS, open_model(tmp_path / "dense.gguf"), events)
     assert (events.counts, events.said) == ([], [])
 
 
 def test_experts_beyond_memory_are_left_where_they_are(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(warming, "total_nbytes", lambda: 1 << 20)
     events = RecordingEvents()
-    warm(open_model(path), events)
+    warm(SETTINGS, open_model(path), events)
     assert events.counts == []
     assert events.said == [
         "the experts have 12.0 MiB and the memory 1.0 MiB; they are read as they are needed"

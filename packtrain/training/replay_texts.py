@@ -100,9 +100,9 @@ def write_texts(
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
     """Return the expected seconds of writing the texts of a run."""
     train, target = job.train, job.settings.target
-    if not isinstance(train, ReplayBatches) or not train.loss_settings.num_texts:
+    if not isinstance(train, ReplayBatches) or not (num_texts := _num_used_texts(job, train)):
         return 0.0
-    base, num_texts = train.base, _num_used_texts(job, train)
+    base = train.base
     rows, length = min(TEXTS_AT_ONCE[0], num_texts), train.loss_settings.length
     cells, decode_sizes = rows * length, RunSizes((rows,), rows)
     cache = make_cache(base.config, cells, rows, "f16", rows, False, longest=cells)

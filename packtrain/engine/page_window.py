@@ -1,8 +1,8 @@
 """Keeps the resident pages of mapped weights within a limit, by a schedule made before the run.
 
-A graph reads its weights in an order that is known beforehand, forward and back again, run after run. So it is known
-which pages are read again soonest: these stay, the rest is given back (Belady 1966), and what comes next is asked for
-ahead, but never in the place of a page that is read before it (Cao, Felten, Karlin and Li 1995).
+A graph reads its weights in a known order, forward and back, run after run: pages that are read again soonest stay, the
+rest is given back (Belady 1966), and what comes next is asked for ahead, but never in the place of a page that is read
+before it (Cao et al. 1995). Rows of tables and experts, unknown until they are looked up, stay while there is room.
 
 Worked example: three weights of 1 MiB, read in the order a b c c b a, in a window of 2 MiB. Before c is read, a goes,
 as b is read sooner; when b has been read again, c goes and a comes back: a run reads 2 MiB from the file.
@@ -41,7 +41,7 @@ class WindowTooSmall(DoesNotFit):
 
 @dataclass(slots=True)
 class Turnover:
-    """Weights that leave memory before a step, weights to ask for then, and tables that lie behind, read in part."""
+    """Weights that leave memory before a step, weights to ask for then, and tables of which a part has been read."""
 
     dropped: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)

@@ -446,6 +446,17 @@ def test_answers_end_at_all_tokens_at_which_the_checkpoints_end(tmp_path: Path) 
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 259, 260, true, 9999]}')
     tokenizer = written_tokenizer(folder_of(tmp_path, bytes_json()))
     assert (tokenizer.eos, tokenizer.eog_ids) == (2, {2, 259, 260})
+    notes: list[str] = []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 259, 260, 261, 262]}')
+    written_tokenizer(tmp_path, notes)
+    assert [note for note in notes if "answers do not end at [261, 262] of eos_token_id" in note]
+
+
+def test_two_texts_with_one_id_are_refused(tmp_path: Path) -> None:
+    fast = bytes_json()
+    fast["model"]["vocab"]["a"] = id = fast["model"]["vocab"]["b"]
+    with pytest.raises(InputError, match=rf"model\.vocab has id {id} twice; each text needs its"):
+        written_tokenizer(folder_of(tmp_path, fast))
 
 
 def test_a_post_processor_that_puts_another_id_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,11 @@ def chat_body(body: JsonBody) -> JsonBody:
     answer_format = output_config.get("format") or body.get("output_format")
     fields |= {"response_format": answer_format, "reasoning_effort": output_config.get("effort")}
     thinking = JsonBody(body.get_object("thinking"), "thinking")
-    if thinking_type := thinking.text("type"):
+    thinking_type = thinking.text("type", "adaptive")
+    if thinking_type not in ("enabled", "adaptive", "disabled"):
+        fact = f"is {thinking_type!r}; it must be enabled, adaptive or disabled"
+        raise InputError(thinking.fact("type", fact))
+    if thinking.has("type"):
         is_on = {"chat_template_kwargs": {"enable_thinking": thinking_type != "disabled"}}
         fields |= {} if body.has("chat_template_kwargs") else is_on
     return body.replaced(TRANSLATED, fields)
@@ -77,9 +81,8 @@ def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObj
         elif kind == "tool_result" and role == "user":
             results.append(_tool_message(block, call_names))
         else:
-            raise InputError(
-                block.fact("type", f"is {kind!r}; {role} messages may have {BLOCKS[role]}")
-            )
+            fact = f"is {kind!r}; {role} messages may have {BLOCKS[role]}"
+            raise InputError(block.fact("type", fact))
     if role == "user":
         return [*results, *([{"role": role, "content": texts}] if texts else [])]
     chat_message: JsonObject = {"role": role, "content": texts or None}

@@ -218,11 +218,9 @@ class ServingEngine:
     def _is_being_read(self, job: generation_jobs.GenerationJob) -> bool:
         """Return whether a slot is reading a prompt that shares more of this one than any slot has in its cells."""
         num_cached = max(self._num_cached(slot, job) for slot in self.slots)
-        shared_lengths = (
-            common_prefix_length(w.job.prompt, job.prompt)
-            for w in self._all()
-            if w.reading and not w.is_paused and w.job.adapter_scales == job.adapter_scales
-        )
+        jobs = (w.job for w in self._all() if w.reading and not w.is_paused)
+        prompts = (j.prompt for j in jobs if j.adapter_scales == job.adapter_scales)
+        shared_lengths = (common_prefix_length(prompt, job.prompt) for prompt in prompts)
         return job.use_cache and max(shared_lengths, default=0) >= num_cached + SHARED
 
     def _start_answer(self, slot: Slot, ticket: JobTicket) -> None:

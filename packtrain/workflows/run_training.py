@@ -273,12 +273,8 @@ def _run_summary(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> 
 
 def device_peaks(plans: TrainingPlans) -> dict[str, dict[str, int]]:
     """Return planned and peak bytes of each memory space that knows its peak."""
-    peak_by_space = {backend.space: backend.peak_reserved_nbytes for backend in plans.target.every}
-    return {
-        space: {"planned_bytes": plans.nbytes_in(space), "peak_bytes": peak_nbytes}
-        for space, peak_nbytes in peak_by_space.items()
-        if peak_nbytes is not None
-    }
+    peaks = {b.space: n for b in plans.target.every if (n := b.peak_reserved_nbytes) is not None}
+    return {s: {"planned_bytes": plans.nbytes_in(s), "peak_bytes": n} for s, n in peaks.items()}
 
 
 def _report_lines(result: TrainingResult) -> Iterator[str]:

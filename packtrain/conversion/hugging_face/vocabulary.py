@@ -64,7 +64,7 @@ def vocabulary_metadata(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
-    metadata = _more_ends(checkpoint, tokenizer) | metadata
+    metadata = _more_ends(checkpoint, tokenizer, notes) | metadata
     joins_spaces = model is not None and not model.unigram and model.joins_spaces
     if joins_spaces:
         notes.append(
@@ -229,9 +229,12 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
         raise InputError(f"{fact}; a model needs a vocabulary")
     bpe_model = tokenizer_json["model"]
     vocabulary, merges, use_pieces = bpe_model["vocab"], steps.merges, steps.use_pieces
+    texts = {str(id): text for text, id in vocabulary.items()}
     # scores are the ranks of merges, so that merges survive; llama.cpp's converter writes -1000 for all
     ranks = {left + right: -i for i, (left, right) in reversed(list(enumerate(merges)))}
     for token_text, id in vocabulary.items():
+        if texts[str(id)] != token_text:
+            raise InputError(f"{path}: model.vocab has id {id} twice; each text needs its own")
         token_type = NORMAL
         if use_pieces:
             token_type = BYTE if len(token_text) == 6 and token_text.startswith("<0x") else NORMAL
@@ -250,8 +253,7 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
             table.put_added_token(path.name, added_token.get("id"), added_token, use_pieces)
     if use_pieces and not merged_model:
         if len([*groupby(map("".join, merges))]) > len(ranks):
-            fact = f"{path}: merges that make one token must be side by side, as by a score"
-            raise InputError(fact)
+            raise InputError(f"{path}: merges of one token must be side by side, as by a score")
         return table.values("llama", "default", scores=True)
     # spaces as byte-level vocabularies write them
     merge_texts = [" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges]
@@ -282,11 +284,8 @@ def _special_ids(
         if type(id) is int and 0 <= id < len(table.tokens):
             values_by_key[f"{key}_token_id"] = MetadataValue("u32", id)
     document_id = checkpoint.config.get("eod_token_id")
-    if (
-        type(document_id) is int
-        and 0 <= document_id < len(table.tokens)
-        and "eos_token_id" in values_by_key
-    ):
+    is_valid = type(document_id) is int and 0 <= document_id < len(table.tokens)
+    if is_valid and "eos_token_id" in values_by_key:
         values_by_key["eot_token_id"] = values_by_key["eos_token_id"]
         values_by_key["eos_token_id"] = MetadataValue("u32", document_id)
     for key, text in family.special.items():
@@ -297,16 +296,19 @@ def _special_ids(
     return values_by_key
 
 
-def _more_ends(checkpoint: CheckpointFolder, tokenizer: Tokenizer) -> dict[str, MetadataValue]:
+def _more_ends(
+    checkpoint: CheckpointFolder, tokenizer: Tokenizer, notes: list[str]
+) -> dict[str, MetadataValue]:
     """Return keys of two more ids at which the checkpoint's answers end, if readers do not know them by their texts."""
     configs = checkpoint.config.json_values, _optional(checkpoint.folder / "generation_config.json")
     end_lists = (x if isinstance(x := c.get("eos_token_id"), list) else [x] for c in configs)
     ids = [i for i in chain(*end_lists) if type(i) is int and 0 <= i < tokenizer.vocab_size]
     other_ids = [id for id in dict.fromkeys(ids) if id not in tokenizer.eog_ids]
     names = ("eom", "eot") if tokenizer.eot is None else ("eom",)
-    return {
-        f"{KEYS}{n}_token_id": MetadataValue("u32", i) for n, i in zip(names, other_ids, strict=False)
-    }  # fmt: skip
+    if lost_ids := other_ids[len(names) :]:
+        notes.append(f"answers do not end at {lost_ids} of eos_token_id: no key of a GGUF has room")
+    pairs = zip(names, other_ids, strict=False)
+    return {f"{KEYS}{n}_token_id": MetadataValue("u32", i) for n, i in pairs}
 
 
 def _bos_eos_flags(
@@ -329,9 +331,8 @@ def _bos_eos_flags(
         elif isinstance(configured, bool) or table.fast:
             flags[name] = configured is True
         if isinstance(configured, bool) and configured != flags[name]:
-            notes.append(
-                f"post_processor counts, not add_{name}_token {configured} of tokenizer_config.json"
-            )
+            fact = f"post_processor counts, not add_{name}_token {configured}"
+            notes.append(f"{fact} of tokenizer_config.json")
     return {f"add_{name}_token": MetadataValue("bool", flag) for name, flag in flags.items()}
 
 

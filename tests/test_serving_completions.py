@@ -171,8 +171,6 @@ UNMET: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"response_format": {"type": "json_object"}}, "send output_config"),
     ("messages", {"stop": ["e"]}, "send stop_sequences"),
     ("messages", {"thinking": {"type": "on"}}, "thinking.type is 'on'; it must be enabled, adaptive"),
-    ("completions", {"max_tokens": 3, "n_predict": 4}, "n_predict and max_tokens differ"),
-    ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "differ; one of them must go"),
     ("messages", {"tools": [{"name": "f", "parameters": {"type": "object"}}]}, "tools[0].input_schema is required"),
     ("messages", {"mcp_servers": [{"type": "url", "url": "x"}]}, "mcp_servers is not supported"),
     ("../completion", {"n": 2}, "n is not supported"),

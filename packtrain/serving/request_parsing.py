@@ -26,10 +26,9 @@ def parse_job(
 ) -> GenerationJob:
     """Parse a request into the job of an answer, without probabilities. Raises InputError."""
     body.refuse_unmet("any")
-    names = "n_predict", "max_tokens", "max_completion_tokens"
-    counts = {n: count for n in names if (count := body.number(n, -1, -1, 1 << 30)) >= 0}
-    if len({*counts.values()}) > 1:
-        raise InputError(f"{' and '.join(counts)} differ; one of them must go")
+    count = -1
+    for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
+        count = body.number(field_name, count, -1, 1 << 30)
     seed = body.number("seed", server.seed, -json_fields.MAX_SEED, json_fields.MAX_SEED)
     ignore_eos = body.get_flag("ignore_eos")
     sampling = json_fields.parse_sampling(body, server.sampling, server.tokenizer)
@@ -43,7 +42,7 @@ def parse_job(
     return GenerationJob(
         prompt=tuple(prompt_ids), sampling=server.keep(sampling, size, "settings"),
         seed=secrets.randbits(32) if seed == -1 else abs(seed),
-        max_tokens=next(iter(counts.values()), server.limits.max_answer_tokens), stops=stop_texts, grammar=grammar,
+        max_tokens=count if count >= 0 else server.limits.max_answer_tokens, stops=stop_texts, grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30), use_cache=body.get_flag("cache_prompt", True),
         adapter_scales=json_fields.adapters_of(body.get("lora"), server.scales), ignore_eos=ignore_eos,
         report_progress=body.get_flag("return_progress") and body.get_flag("stream"),

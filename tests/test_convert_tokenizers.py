@@ -452,6 +452,12 @@ def test_answers_end_at_all_tokens_at_which_the_checkpoints_end(tmp_path: Path) 
     assert [note for note in notes if "answers do not end at [261, 262] of eos_token_id" in note]
 
 
+def test_special_tokens_that_would_be_split_are_said(tmp_path: Path) -> None:
+    notes: list[str] = []
+    written_tokenizer(folder_of(tmp_path, bytes_json(), split_special_tokens=True), notes)
+    assert notes and "split_special_tokens is true: special tokens are split there" in notes[0]
+
+
 def test_two_texts_with_one_id_are_refused(tmp_path: Path) -> None:
     fast = bytes_json()
     fast["model"]["vocab"]["a"] = id = fast["model"]["vocab"]["b"]

@@ -44,8 +44,7 @@ def vocabulary_metadata(
 
     Raises InputError if the folder has no vocabulary, or one that a GGUF cannot store.
     """
-    folder = checkpoint.folder
-    table = _VocabularyFiles(folder, vocab_size)
+    folder, table = checkpoint.folder, _VocabularyFiles(checkpoint.folder, vocab_size)
     model, steps = table.piece_model, table.steps
     values = _from_sentencepiece(table, family.blank) if model else _from_json(table, family.merged)
     table.put_config_tokens()
@@ -54,8 +53,7 @@ def vocabulary_metadata(
     values |= _bos_eos_flags(table, values, str(chat_templates), notes)
     if family.merged:  # llama.cpp assumes it, whatever the folder says
         values["add_bos_token"] = MetadataValue("bool", True)
-    space_prefix = _space_prefix(table, family)
-    if space_prefix is not None:
+    if (space_prefix := _space_prefix(table, family)) is not None:
         values["add_space_prefix"] = MetadataValue("bool", space_prefix)
     metadata = {KEYS + name: value for name, value in values.items()} | chat_templates
     raw = {k: v.value for k, v in metadata.items()} | {"general.name": folder.resolve().name}
@@ -66,10 +64,13 @@ def vocabulary_metadata(
     table.check_strips(tokenizer)
     metadata = _more_ends(checkpoint, tokenizer, notes) | metadata
     joins_spaces = model is not None and not model.unigram and model.joins_spaces
-    if joins_spaces:
+    if table.about.get("split_special_tokens"):
         notes.append(
-            "remove_extra_whitespaces is true: runs of spaces count as one there, and readers of a GGUF keep them"
+            "split_special_tokens is true: special tokens are split there, and not in a GGUF"
         )
+    if joins_spaces:
+        fact = "remove_extra_whitespaces is true: runs of spaces count as one there"
+        notes.append(f"{fact}, and readers of a GGUF keep them")
     encode_reference = model.encoder(tokenizer.strips_leading_space) if model else None
     path = table.path if table.fast else folder / MODEL
     check_agreement(path, table.fast, steps, encode_reference, tokenizer, joins_spaces)

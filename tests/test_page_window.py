@@ -21,6 +21,7 @@ from packtrain.common.mapped_file import MappedFile, limited_pages, mapped_file
 from packtrain.common.memory import parse_size, private_nbytes
 from packtrain.common.option_rules import check_rules
 from packtrain.engine import page_window
+from packtrain.engine.backends import target
 from packtrain.engine.executor import Stopped
 from packtrain.engine.page_window import page_schedule, smallest_window
 from packtrain.gguf import GGUF, write_gguf
@@ -62,7 +63,7 @@ def read_nbytes(reads, sizes, limit: int, runs: int = 4) -> int:
     for run in range(runs):
         for i, step in enumerate(reads):
             turnover = turnovers.get(i)
-            for name in (*turnover.left, *turnover.dropped) if turnover else ():
+            for name in (*turnover.partly_read, *turnover.dropped) if turnover else ():
                 resident.pop(name, None)
             for name in turnover.loaded if turnover else ():
                 loaded_nbytes[run] += sizes[name] * (name not in resident)
@@ -437,6 +438,8 @@ def test_a_context_of_the_library_names_its_keyword(tmp_path):
     random_model(tmp_path / "base.gguf", "llama")
     with pytest.raises(DoesNotFit, match=r"^resident 20MiB: \d+MiB would do"):
         pt.Context(tmp_path / "base.gguf", cells=64, resident="20MiB")
+    with pytest.raises(pt.ContextError, match="resident limits pages of a model on the CPU"):
+        pt.Context(tmp_path / "base.gguf", cells=64, resident="1GiB", target=target("cpu:1"))
 
 
 @pytest.mark.parametrize("name", ["embeddings", "reranking"])

@@ -41,11 +41,11 @@ class WindowTooSmall(DoesNotFit):
 
 @dataclass(slots=True)
 class Turnover:
-    """Weights that leave memory before a step, weights to ask for then, and tables of which a part has been read."""
+    """Weights that leave memory before a step, weights to ask for then, and tables whose rows were read just before."""
 
     dropped: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    partly_read: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def page_schedule(reads: Reads, sizes: Mapping[str, int], limit: int) -> PageSch
     if row_nbytes < simulation.max_part_nbytes:
         row_nbytes = 0
         for turnover in turnovers.values():
-            turnover.dropped += turnover.left
-    changed = {i: t for i, t in turnovers.items() if t.dropped or t.loaded or t.left}
+            turnover.dropped += turnover.partly_read
+    changed = {i: t for i, t in turnovers.items() if t.dropped or t.loaded or t.partly_read}
     loaded_nbytes = sum(sizes[name] for turnover in changed.values() for name in turnover.loaded)
     return PageSchedule(frozenset(at_start), changed, loaded_nbytes, limit, row_nbytes)
 
@@ -123,7 +123,7 @@ class _Simulation:
             turnover = turnovers[step] = Turnover()
             for name in self.partly_read:
                 self.resident_nbytes -= self.resident.pop(name)
-            turnover.left, self.partly_read = self.partly_read, []
+            turnover.partly_read, self.partly_read = self.partly_read, []
             # last those of which only a part is read: they may have to leave for the rest
             for name in sorted(self.reads[step], key=lambda name: self.is_part(name, step)):
                 nbytes = self.reads[step][name]
@@ -191,7 +191,7 @@ class PageWindow:
         self.reads = weight_reads(placed, self.sizes)
         self.schedule = page_schedule(self.reads, self.sizes, budget.nbytes)
         turnovers = self.schedule.turnovers.values() if self.schedule.row_nbytes else ()
-        self.kept_tables = {name for turnover in turnovers for name in turnover.left}
+        self.row_tables = {name for turnover in turnovers for name in turnover.partly_read}
 
     @classmethod
     def over(
@@ -264,7 +264,7 @@ class PageWindow:
         row_nbytes = (stop - start) // table.shape[0]
         starts = [start + row * row_nbytes for row in np.unique(inputs[id_place]).tolist()]
         rows, present = {(file, at, at + row_nbytes): in_pages(row_nbytes) for at in starts}, set()
-        if table.base.label in self.kept_tables:
+        if table.base.label in self.row_tables:
             present = {row for row in rows if self.budget.rows.pop(row, None)}
             self._trim_rows(self.schedule.row_nbytes - sum(rows.values()))
             self.budget.rows |= rows
@@ -273,14 +273,13 @@ class PageWindow:
 
     def _trim_rows(self, limit: int) -> None:
         """Release rows, those that were looked up longest ago first, until the others have at most `limit` bytes."""
-        total_nbytes = sum(self.budget.rows.values())
-        for row, nbytes in [*self.budget.rows.items()]:
-            if total_nbytes <= limit:
-                return
+        excess_nbytes = sum(self.budget.rows.values()) - limit
+        for row in [*self.budget.rows] if excess_nbytes > 0 else ():
             file, start, stop = row
             file.release(start, stop)
-            del self.budget.rows[row]
-            total_nbytes -= nbytes
+            excess_nbytes -= self.budget.rows.pop(row)
+            if excess_nbytes <= 0:
+                break
 
 
 def in_pages(nbytes: int) -> int:

@@ -36,7 +36,7 @@ def loss_executor(
             f"windows of {rows} × {time} tokens need {size_text(plan.arena().nbytes)}, and there "
             f"are {size_text(available_nbytes)}; a smaller --ctx or --batch-size needs less"
         )
-    with pages_within(resident, rows, lambda num_rows: plan.arena().nbytes):
+    with pages_within(resident, lambda: plan.arena().nbytes):
         session = Session(target.limits)
         session.share(model.stored())
         return session.executor(placed, plan)

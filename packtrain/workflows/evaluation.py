@@ -159,8 +159,9 @@ def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device
     """Create the function that yields the losses of batches."""
     batches, cache = data.batches, settings.cache_type or ("f32" if data.questions else None)
     if cache is None:
-        shape, skipped = (batches.rows, batches.time), data.skipped
-        run = loss_executor(model, *shape, 256, skipped, device, settings.resident)
+        run = loss_executor(
+            model, batches.rows, batches.time, skipped=data.skipped, target=device, resident=settings.resident,
+        )  # fmt: skip
         return partial(counted, run)
     check_cache(model, batches.time, cache)
     return CachedPredictions(model, batches.time, device, cache, swa_full=settings.swa_full).losses

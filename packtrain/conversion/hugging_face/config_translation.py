@@ -241,11 +241,12 @@ def _yarn(
 
 def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:
     """Return the factor by which YaRN multiplies cosines and sines."""
+    # an mscale of 0 is none, and an attention_factor of 0 is wrong
     attention_factor, mscale, shared_mscale = (
-        c.number(f"rope_scaling.{name}", rope_params[name])
-        if rope_params.get(name) not in ((None,) if name == MAGNITUDE_KEYS[0] else (None, 0))
+        c.number(f"rope_scaling.{name}", value)
+        if value not in (None, 0) or (value == 0 and name == "attention_factor")
         else 0.0
-        for name in MAGNITUDE_KEYS
+        for name, value in ((name, rope_params.get(name)) for name in MAGNITUDE_KEYS)
     )
     mscale, shared_mscale = (mscale, shared_mscale) if mscale and shared_mscale else (1.0, 0.0)
     log_factor = 0.1 * math.log(max(factor, 1.0))

@@ -35,8 +35,7 @@ def check_agreement(
     `encode_pieces`, which `joins_spaces` runs of spaces. Without the package, byte-level vocabularies are not checked.
     """
     texts: Iterable[str] = _hard_texts(tokenizer)
-    single_spaces = (lambda text: " ".join(filter(None, text.split(" ")))) if joins_spaces else str
-    normalize = steps.normalize_text if steps else single_spaces
+    normalize = steps.normalize_text if steps else _join_spaces if joins_spaces else str
     source = "the tokenizers package"
     reference = _package_encoder(path) if fast else None
     if steps and reference:
@@ -63,6 +62,11 @@ def check_agreement(
                 f"{path}: the GGUF's vocabulary would be another: {source} encodes {text[:60]!r} as"
                 f" {expected_ids[:20]}, the GGUF as {actual_ids[:20]}"
             )
+
+
+def _join_spaces(text: str) -> str:
+    """Return the text without spaces around it, and with single spaces inside."""
+    return " ".join(filter(None, text.split(" ")))
 
 
 def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:

@@ -199,10 +199,10 @@ def _call(call: Any, at: str) -> Message:
 
 def _named_value(values: Message, names: tuple[str, ...], at: str) -> Any:
     """Return the value that one of these names has; None if none has any. Raises InputError for different values."""
-    given_names = [name for name in names if values.get(name) is not None]
-    if any(values[name] != values[given_names[0]] for name in given_names):
-        raise InputError(f"{at}: {' and '.join(given_names)} differ", "one of them must go")
-    return values[given_names[0]] if given_names else None
+    present_names = [name for name in names if values.get(name) is not None]
+    if any(values[name] != values[present_names[0]] for name in present_names):
+        raise InputError(f"{at}: {' and '.join(present_names)} differ", "one of them must go")
+    return values[present_names[0]] if present_names else None
 
 
 def _assign_call_ids(messages: list[Message]) -> None:

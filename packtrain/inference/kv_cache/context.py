@@ -64,9 +64,16 @@ class Context:
         plan_options = swa_full, parts, longest, checkpoints, hidden, target, has_hidden_states
         plan = ContextPlan(file, run_sizes, sequences, cache, *plan_options)
         layout, graphs = plan.graphs(cells)
+
+        def needed_nbytes(num_cells: int) -> int:
+            other_nbytes = beside if isinstance(beside, int) else beside(num_cells)
+            return plan.nbytes(num_cells) + other_nbytes
+
+        if resident is not None and target != CPU:
+            raise ContextError("resident limits pages of a model on the CPU; leave it out")
         if memory is not None:
-            check_room(cells, memory, plan.nbytes, beside)
-        with pages_within(resident, cells, plan.nbytes, beside):
+            check_room(cells, memory, needed_nbytes)
+        with pages_within(resident, lambda: needed_nbytes(cells)):
             session = Session(target.limits)
             session.share(file.stored())
             executors = session.executors(graphs)

@@ -24,7 +24,6 @@ STEP = 32  # cells of a suggested context are a multiple of this
 CALL_NBYTES = 4096  # bytes of an executor for each call
 OVERHEAD_NBYTES = 24 << 20  # for compiled kernels, and for what runs allocate for moments
 SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
-NbytesOf = Callable[[int], int]  # private bytes by the number of cells
 
 
 def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, np.ndarray]) -> int:
@@ -89,18 +88,11 @@ class ContextPlan:
         return graphs_nbytes(placed_graphs, self.model.stored()) + nbytes
 
 
-def check_room(
-    num_cells: int, memory: int | str, context_nbytes: NbytesOf, other_nbytes: int | NbytesOf = 0
-) -> None:
+def check_room(num_cells: int, memory: int | str, needed_nbytes: Callable[[int], int]) -> None:
     """Raise DoesNotFit, which names the largest number of cells that fits, if `num_cells` need more than `memory`.
 
-    context_nbytes, other_nbytes  bytes that a context with so many cells, and others beside it, will need
+    needed_nbytes  returns the private bytes that a number of cells, and what stands beside the context, will need
     """
-
-    def needed_nbytes(cells: int) -> int:
-        nbytes = other_nbytes if isinstance(other_nbytes, int) else other_nbytes(cells)
-        return context_nbytes(cells) + nbytes
-
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     release_memory()
     used_nbytes = private_nbytes() + OVERHEAD_NBYTES
@@ -125,24 +117,18 @@ def check_room(
 
 
 @contextmanager
-def pages_within(
-    resident: int | str | None,
-    num_cells: int,
-    context_nbytes: NbytesOf,
-    other_nbytes: int | NbytesOf = 0,
-) -> Iterator[None]:
-    """Limit pages of mapped files to what `resident` leaves beside private memory; arguments as of check_room.
+def pages_within(resident: int | str | None, needed_nbytes: Callable[[], int]) -> Iterator[None]:
+    """Limit pages of mapped files to what `resident`, a size, leaves beside private memory; None: no limit.
 
-    Raises DoesNotFit if one call reads more.
+    needed_nbytes  returns the private bytes that will be allocated
+    Raises DoesNotFit, which names a size that would do, if one call reads more than that.
     """
     if resident is None:
         yield
         return
     limit = parse_size(resident, "resident") if isinstance(resident, str) else resident
-    private = private_nbytes() + OVERHEAD_NBYTES + context_nbytes(num_cells)
-    private += other_nbytes if isinstance(other_nbytes, int) else other_nbytes(num_cells)
     try:
-        with limited_pages(limit - private):
+        with limited_pages(limit - private_nbytes() - OVERHEAD_NBYTES - needed_nbytes()):
             yield
     except WindowTooSmall as error:
         sufficient = math.ceil((limit + error.missing_nbytes + SLACK_NBYTES) / (1 << 20))

@@ -9,7 +9,8 @@ from packtrain import kernels
 from packtrain.dtypes import Dtype, bf16, u8
 from packtrain.engine.backends.cuda_caching import Trace
 from packtrain.engine.backends.host import AnyOp, Attrs, Inputs, OpCall
-from packtrain.engine.ops.torch_kernels import HOST_READS, BlockArray, torch
+from packtrain.engine.ops.arrays import HOST_READS
+from packtrain.engine.ops.torch_kernels import BlockArray, torch
 from packtrain.engine.tensor import Spec
 
 # functions of PyTorch that copy values from the host

@@ -73,9 +73,11 @@ def factor_pairs(a, b, precision, rounded):
 
 
 def round_to_bf16(x):
-    """Round f32 to bf16, to even, and back; f64 stays."""
-    if x.dtype != np.float32:
+    """Round f32 to bf16, to even, and back; f64 stays. For NumPy and PyTorch."""
+    if x.dtype.itemsize != 4:
         return x
+    if not isinstance(x, np.ndarray):
+        return x.bfloat16().float()
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded_bits = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     return np.where(np.isnan(x), x, (rounded_bits & np.uint32(0xFFFF0000)).view(np.float32))
@@ -178,11 +180,27 @@ def gradient_samples(
     return samples
 
 
+HOST_READS = {"times": 0}  # how often kernels have read values, see on_host
+
+
+def on_host(x):
+    """Whether the host can read values of x: not on `meta`. A kernel that calls this is never recorded."""
+    HOST_READS["times"] += 1
+    return not x.is_meta
+
+
 def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
-    """Raise IndexError for the first id that is not below `num_rows`, or below `min_id`."""
+    """Raise IndexError for the first id that is not below `num_rows`, or below `min_id`; for NumPy and PyTorch."""
     is_invalid = ids >= num_rows if min_id is None else (ids >= num_rows) | (ids < min_id)
-    if is_invalid.any():
-        raise invalid_id(name, ids, int(is_invalid.argmax()), num_rows, min_id, valid_range)
+    any_invalid = is_invalid.any()
+    if (isinstance(ids, np.ndarray) or on_host(ids)) and any_invalid:
+        at = is_invalid.reshape(-1).tolist().index(True)
+        raise invalid_id(name, ids, at, num_rows, min_id, valid_range)
+
+
+def check_targets(name, targets, num_classes):
+    """Raise IndexError for the first target that is no class; a negative one is ignored."""
+    check_ids(name, targets, num_classes, valid_range=f"the {num_classes} classes")
 
 
 def invalid_id(name, ids, at, num_rows, min_id=None, valid_range=None):

@@ -11,7 +11,7 @@ from packtrain.engine.ops.arrays import check_ids, copy_acc, copy_acc_or_zero, f
 from packtrain.engine.ops.costs import Cost, by_expert, multiplied
 from packtrain.engine.ops.matmul import is_matrix
 from packtrain.engine.ops.shape import reshape, transpose
-from packtrain.engine.ops.torch_kernels import on_host, start_product, torch
+from packtrain.engine.ops.torch_kernels import start_product, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 ASCENDING = "ids must ascend, as group_rows returns them"
@@ -25,11 +25,11 @@ def _check_ascending(op_name, ids, num_experts):
 
 def _expert_spans(name, ids, num_experts):
     """Yield (expert, first row, one past the last) for experts with rows; on `meta`, as if one expert had all rows."""
-    torch_kernels.check_ids(name, ids, num_experts, min_id=0)
+    check_ids(name, ids, num_experts, min_id=0)
     is_descending = (ids[1:] < ids[:-1]).any()
     expert_ids = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
     bounds = torch.searchsorted(ids, expert_ids)
-    if not on_host(ids):
+    if not arrays.on_host(ids):
         yield 0, 0, len(ids)
         return
     if bool(is_descending):
@@ -271,7 +271,7 @@ def weighted_rows_cpu(y, x, ids, weights, acc):
 
 @weighted_rows.kernel("torch")
 def weighted_rows_torch(y, x, ids, weights, acc):
-    torch_kernels.check_ids("weighted_rows", ids, len(x), min_id=0)
+    check_ids("weighted_rows", ids, len(x), min_id=0)
     expert_rows = x.index_select(0, ids.view(-1)).unflatten(0, rows(ids).shape)
     sums = torch.bmm(rows(weights)[:, None], expert_rows)[:, 0]
     rows(y).copy_(sums if acc is None else sums.add_(rows(acc)))
@@ -313,7 +313,7 @@ def weighted_rows_back_cpu(out, dy, x, ids, weights):
 
 @weighted_rows_back.kernel("torch")
 def weighted_rows_back_torch(out, dy, x, ids, weights):
-    torch_kernels.check_ids("weighted_rows_back", ids, len(x), min_id=0)
+    check_ids("weighted_rows_back", ids, len(x), min_id=0)
     dx, dweights = out
     dy, ids, weights = rows(dy), rows(ids), rows(weights)
     if dweights is not None:

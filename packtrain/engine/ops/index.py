@@ -10,7 +10,7 @@ from packtrain.engine.backends import triton
 from packtrain.engine.ops import arrays
 from packtrain.engine.ops.arrays import as_matrix, flatten, floats, packed, run_replayable
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.torch_kernels import BlockArray, blocks, check_ids, torch, unpack
+from packtrain.engine.ops.torch_kernels import BlockArray, blocks, torch, unpack
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 from packtrain.kernels.quant import quantized_arrays
 
@@ -59,7 +59,7 @@ def get_rows_cpu(y, w, ids):
 
 @get_rows.kernel("torch")
 def get_rows_torch(y, w, ids):
-    check_ids("get_rows", ids, w.shape[0])
+    arrays.check_ids("get_rows", ids, w.shape[0])
     row_ids, y_rows = ids.view(-1).clamp(min=0), as_matrix(y, ids.ndim)
     if isinstance(w, BlockArray):
         unpack(y, BlockArray(w.raw.index_select(0, row_ids).unflatten(0, ids.shape), w.dtype))
@@ -120,7 +120,7 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
 
 @get_rows_back.kernel("torch")
 def get_rows_back_torch(dw, dy, ids, acc, *, shape):
-    check_ids("get_rows_back", ids, len(dw))
+    arrays.check_ids("get_rows_back", ids, len(dw))
     arrays.copy_acc_or_zero(dw, acc)
     ids = ids.view(-1)
     dy_rows = as_matrix(dy, dy.ndim - dw.ndim + 1)
@@ -192,7 +192,7 @@ def set_rows_cpu(out, leaf, x, ids):
 
 @set_rows.kernel("torch")
 def set_rows_torch(out, leaf, x, ids):
-    check_ids("set_rows", ids, leaf.shape[0])
+    arrays.check_ids("set_rows", ids, leaf.shape[0])
     is_packed = isinstance(leaf, BlockArray)
     leaf_rows = as_matrix(leaf.raw if is_packed else leaf, 1)
     x_rows = as_matrix(blocks().packed_q8_0(x) if is_packed else x.to(leaf.dtype), ids.ndim)
@@ -243,7 +243,7 @@ def zero_rows_cpu(y, x, ids):
 
 @zero_rows.kernel("torch")
 def zero_rows_torch(y, x, ids):
-    check_ids("zero_rows", ids, len(x))
+    arrays.check_ids("zero_rows", ids, len(x))
     is_zeroed = torch.zeros(len(x) + 1, dtype=torch.bool, device=x.device)
     ids = ids.view(-1).long()
     is_zeroed[torch.where(ids < 0, len(x), ids)] = True

@@ -20,10 +20,6 @@ def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> 
     Spec(shape).require(weights=weights)
 
 
-def _check_target_ids(op_name, targets, num_classes):
-    arrays.check_ids(op_name, targets, num_classes, valid_range=f"the {num_classes} classes")
-
-
 def _row_losses(logits, targets):
     """Return for each row log-sum-exp minus the target's logit, and the softmax."""
     max_logit = logits.max(-1, keepdims=True)
@@ -78,7 +74,7 @@ def cross_entropy_vjp(dy, y, logits, targets, weights):
 
 @cross_entropy.kernel("numpy")
 def cross_entropy_numpy(out, logits, targets, weights):
-    _check_target_ids("cross_entropy", targets, logits.shape[-1])
+    arrays.check_targets("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
     losses[...] = _row_losses(logits, targets)[0]
     loss[...] = (losses * weights).sum(dtype=np.float64)
@@ -86,7 +82,7 @@ def cross_entropy_numpy(out, logits, targets, weights):
 
 @cross_entropy.kernel("cpu")
 def cross_entropy_cpu(out, logits, targets, weights):
-    _check_target_ids("cross_entropy", targets, logits.shape[-1])
+    arrays.check_targets("cross_entropy", targets, logits.shape[-1])
     loss, losses = map(flatten, out)
     kernels.loss.cross_entropy(loss, losses, rows(logits), flatten(targets), flatten(weights))
 
@@ -120,13 +116,13 @@ def cross_entropy_back(dloss: Tensor, logits: Tensor, targets: Tensor, weights: 
 
 @cross_entropy_back.kernel("numpy")
 def cross_entropy_back_numpy(dlogits, dloss, logits, targets, weights):
-    _check_target_ids("cross_entropy_back", targets, logits.shape[-1])
+    arrays.check_targets("cross_entropy_back", targets, logits.shape[-1])
     dlogits[...] = dloss * _logit_grads(_row_losses(logits, targets)[1], targets, weights)
 
 
 @cross_entropy_back.kernel("cpu")
 def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
-    _check_target_ids("cross_entropy_back", targets, logits.shape[-1])
+    arrays.check_targets("cross_entropy_back", targets, logits.shape[-1])
     kernels.loss.cross_entropy_back(
         rows(dlogits), flatten(dloss), rows(logits), flatten(targets), flatten(weights)
     )
@@ -232,7 +228,7 @@ def linear_cross_entropy_workspace(x, w, targets, weights, b, *, chunk, precisio
 
 @linear_cross_entropy.kernel("numpy")
 def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
-    _check_target_ids("linear_cross_entropy", targets, len(w))
+    arrays.check_targets("linear_cross_entropy", targets, len(w))
     (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
     w = arrays.floats(w)
     logits = times(x, w.T, precision) + (0 if b is None else b)
@@ -248,7 +244,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap
 
 @linear_cross_entropy.kernel("cpu")
 def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, precision, work):
-    _check_target_ids("linear_cross_entropy", targets, len(w))
+    arrays.check_targets("linear_cross_entropy", targets, len(w))
     (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
     by_row = flatten(loss), flatten(losses), flatten_or_absent(correct)
     output_arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flatten_or_absent(db), *work

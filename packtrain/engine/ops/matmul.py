@@ -11,7 +11,6 @@ from packtrain.engine.ops import arrays, costs, torch_kernels
 from packtrain.engine.ops.arrays import num_bf16_terms, packed, rows, run_replayable
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.shape import transpose
-from packtrain.engine.ops.torch_kernels import times as torch_matmul_in_precision
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 from packtrain.kernels.runtime.environment import has_cpu_feature
 
@@ -104,7 +103,7 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
 
 def matmul_torch(y, x, w, acc, precision, unpack_size=torch_kernels.CHUNK):
     if w.ndim > 2:
-        product = torch_matmul_in_precision(x, w.mT, precision)
+        product = arrays.times(x, w.mT, precision)
         y.copy_(product if acc is None else product.add_(acc))
         return
     options = {"fresh": torch_kernels.start_product(y, acc), "unpack_size": unpack_size}

@@ -21,7 +21,6 @@ from packtrain.engine.ops.matmul import matmul
 from packtrain.engine.ops.reduce import sum_rows
 from packtrain.engine.ops.shape import cont, narrow, reshape
 from packtrain.engine.ops.softmax import soft_max
-from packtrain.engine.ops.torch_kernels import check_ids as torch_check_ids
 from packtrain.engine.ops.torch_kernels import top_k_indices, torch
 from packtrain.engine.ops.unary_functions import clamp, gelu_quick
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
@@ -93,7 +92,7 @@ def take_cpu(y, x, ids):
 
 @take.kernel("torch")
 def take_torch(y, x, ids):
-    torch_check_ids("take", ids, x.shape[-1], min_id=0)
+    check_ids("take", ids, x.shape[-1], min_id=0)
     torch.gather(x, -1, ids.long(), out=y)
 
 
@@ -130,7 +129,7 @@ def take_back_cpu(dx, dy, ids, *, width):
 
 @take_back.kernel("torch")
 def take_back_torch(dx, dy, ids, *, width):
-    torch_check_ids("take_back", ids, width, min_id=0)
+    check_ids("take_back", ids, width, min_id=0)
     dx.zero_().scatter_add_(-1, ids.long(), dy)
 
 
@@ -177,7 +176,7 @@ def group_rows_cpu(out, ids, *, groups, work):
 
 @group_rows.kernel("torch")
 def group_rows_torch(out, ids, *, groups):
-    torch_check_ids("group_rows", ids, groups, min_id=0)
+    check_ids("group_rows", ids, groups, min_id=0)
     row_ids, group_ids, positions = out
     sorted_ids, order = ids.view(-1).sort(stable=True)
     row_ids.copy_(order // ids.shape[-1])

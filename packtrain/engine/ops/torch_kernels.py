@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from packtrain import kernels
 from packtrain.dtypes import Dtype
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import copy_acc_or_zero, factor_pairs, invalid_id
+from packtrain.engine.ops.arrays import copy_acc_or_zero, factor_pairs, round_to_bf16
 
 CHUNK = 1 << 20  # values computed at a time, where memory has no room for a second tensor
 LARGE = 1 << 24  # values computed at a time on a GPU, which fewer would not fill
@@ -105,15 +105,6 @@ def to_sum_dtype(x):
     return x.float() if x.is_mps else x.double()
 
 
-HOST_READS = {"times": 0}  # how often kernels have read values, see on_host
-
-
-def on_host(x):
-    """Whether the host can read values of x: not on `meta`. A kernel that calls this is never recorded."""
-    HOST_READS["times"] += 1
-    return not x.is_meta
-
-
 def chunk_bounds(n, chunk_size, x):
     """Yield (start, end) of parts of n, each of `chunk_size`; only the first two on `meta`, as all are alike."""
     chunk_size = max(chunk_size, 1)
@@ -126,26 +117,6 @@ def start_product(y, acc):
     if acc is not None:
         copy_acc_or_zero(y, acc)
     return acc is None
-
-
-def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
-    """Raise IndexError for the first id that is not below `num_rows`, or below `min_id`."""
-    is_invalid = ids >= num_rows
-    if min_id is not None:
-        is_invalid |= ids < min_id
-    any_invalid = is_invalid.any()
-    if on_host(ids) and bool(any_invalid):
-        at = int(is_invalid.reshape(-1).nonzero()[0, 0])
-        raise invalid_id(name, ids, at, num_rows, min_id, valid_range)
-
-
-def times(a, b, precision):
-    """Return a @ b with both factors in this precision."""
-    return sum(x @ y for x, y in factor_pairs(a, b, precision, round_to_bf16))
-
-
-def round_to_bf16(x):
-    return x if x.dtype != torch.float32 else x.bfloat16().float()
 
 
 def as_bf16_factor(x):

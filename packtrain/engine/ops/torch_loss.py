@@ -2,12 +2,8 @@
 
 from packtrain.engine.backends import triton
 from packtrain.engine.ops import torch_kernels
-from packtrain.engine.ops.arrays import rows
+from packtrain.engine.ops.arrays import check_targets, rows
 from packtrain.engine.ops.torch_kernels import CHUNK, LARGE, add_product, to_sum_dtype, torch
-
-
-def _check_targets(name, targets, num_classes):
-    torch_kernels.check_ids(name, targets, num_classes, valid_range=f"the {num_classes} classes")
 
 
 def _target_columns(targets):
@@ -20,7 +16,7 @@ def _sum_losses(loss, losses, weights):
 
 
 def cross_entropy(out, logits, targets, weights):
-    _check_targets("cross_entropy", targets, logits.shape[-1])
+    check_targets("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
     logits, (target_columns, is_ignored) = rows(logits), _target_columns(targets.view(-1))
     row_losses = _exp_sums(logits.clone())[1] - logits.gather(1, target_columns)
@@ -29,7 +25,7 @@ def cross_entropy(out, logits, targets, weights):
 
 
 def cross_entropy_back(dlogits, dloss, logits, targets, weights):
-    _check_targets("cross_entropy_back", targets, logits.shape[-1])
+    check_targets("cross_entropy_back", targets, logits.shape[-1])
     p = torch.softmax(rows(logits), -1)
     _logit_grads(p, *_target_columns(targets.view(-1)), weights.view(-1))
     torch.mul(p, dloss, out=rows(dlogits))
@@ -55,7 +51,7 @@ def linear_cross_entropy(
 
     rated  computes losses of logits and writes gradients over the logits; None: `_rated`
     """
-    _check_targets("linear_cross_entropy", targets, w.shape[0])
+    check_targets("linear_cross_entropy", targets, w.shape[0])
     loss, losses, correct, dx, *weight_grads = out
     db = None if b is None else weight_grads.pop()
     dw = weight_grads[0] if weight_grads else None

@@ -13,9 +13,9 @@ from packtrain import kernels
 from packtrain.common.options import TRAINING
 from packtrain.dtypes import f32
 from packtrain.engine import tensor
-from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.arrays import flatten, on_host
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, on_host, to_sum_dtype, torch
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, to_sum_dtype, torch
 from packtrain.engine.optim import linesearch
 from packtrain.engine.optim.linesearch import CONDITIONS, NONE, STRONG, LinePoint
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, Tensors, Values

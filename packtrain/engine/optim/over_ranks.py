@@ -12,9 +12,8 @@ import numpy as np
 from packtrain.distributed import current_world, rank_slice
 from packtrain.dtypes import f32
 from packtrain.engine import ops
-from packtrain.engine.ops.arrays import assigned, flatten
+from packtrain.engine.ops.arrays import assigned, flatten, on_host
 from packtrain.engine.ops.costs import elementwise_cost
-from packtrain.engine.ops.torch_kernels import on_host
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 PART_PREFIX = "part/"  # before a weight's name: the leaf whose bytes are a part of the weight's

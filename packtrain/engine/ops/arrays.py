@@ -107,6 +107,21 @@ def assigned(function):
     return run_kernel
 
 
+def compiled(path, *layouts):
+    """Return a replayable kernel that calls a compiled function, named as in `norm.rms_norm`.
+
+    layouts  functions that lay out result and inputs in turn, such as `rows`, then names of attributes
+    """
+    module_name, function_name = path.split(".")
+
+    def run_kernel(*arrays, **attrs):
+        values = [layout(a) for layout, a in zip(layouts, arrays, strict=False)]
+        values += [attrs[name] for name in layouts[len(arrays) :]]
+        return run_replayable(getattr(getattr(kernels, module_name), function_name), *values)
+
+    return run_kernel
+
+
 def run_replayable(function, *args, check=None):
     """Call the function and return the bound call: a kernel that returns it is replaced by it in later runs.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, f64, i32, i64
-from packtrain.engine.ops.arrays import f32_rows, flatten, rows, run_replayable
+from packtrain.engine.ops.arrays import assigned, compiled, f32_rows, flatten, rows, run_replayable
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import copied, top_k_indices, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
@@ -22,12 +22,7 @@ def argmax(x: Tensor) -> Spec:
     return Spec(x.shape[:-1], i32)
 
 
-@argmax.kernel("numpy")
-def argmax_numpy(y, x):
-    y[...] = x.argmax(-1)
-
-
-argmax.kernel("cpu", strided=True)(argmax_numpy)
+argmax.kernel("cpu", strided=True)(argmax.kernel("numpy")(assigned(lambda x: x.argmax(-1))))
 argmax.kernel("torch", strided=True)(copied(lambda x: x.argmax(-1)))
 
 
@@ -44,17 +39,13 @@ def argsort(x: Tensor, *, descending: bool = False) -> Spec:
     return Spec(f32_rows(x).shape, i32)
 
 
-@argsort.kernel("numpy")
-def argsort_numpy(y, x, *, descending):
-    y[...] = np.argsort(-x if descending else x, -1, kind="stable")
+def _sort_indices(x, *, descending):
+    options = {"kind": "stable"} if isinstance(x, np.ndarray) else {"stable": True, "dim": -1}
+    return (-x if descending else x).argsort(**options)
 
 
-argsort.kernel("cpu", strided=True)(argsort_numpy)
-
-
-@argsort.kernel("torch", strided=True)
-def argsort_torch(y, x, *, descending):
-    y.copy_((-x if descending else x).argsort(stable=True, dim=-1))
+argsort.kernel("cpu", strided=True)(argsort.kernel("numpy")(assigned(_sort_indices)))
+argsort.kernel("torch", strided=True)(copied(_sort_indices))
 
 
 @argsort.samples
@@ -71,12 +62,8 @@ def count_equal(a: Tensor, b: Tensor) -> Spec:
     return Spec((), i64)
 
 
-@count_equal.kernel("numpy")
-def count_equal_numpy(y, a, b):
-    y[...] = np.count_nonzero(a == b)
-
-
-count_equal.kernel("cpu", strided=True)(count_equal_numpy)
+count_equal.kernel("numpy")(assigned(lambda a, b: np.count_nonzero(a == b)))
+count_equal.kernel("cpu", strided=True)(count_equal.kernels["numpy"].run)
 count_equal.kernel("torch", strided=True)(copied(lambda a, b: (a == b).sum()))
 
 
@@ -185,10 +172,7 @@ def draw_numpy(y, ids, x, numbers, counts):
         y[row] = ids[row, min(choice, len(cumulative_weights) - 1)]
 
 
-@draw.kernel("cpu")
-def draw_cpu(y, ids, x, numbers, counts):
-    inputs = rows(ids), rows(x), rows(numbers), rows(counts)
-    return run_replayable(kernels.choosing.draw, flatten(y), *inputs)
+draw.kernel("cpu")(compiled("choosing.draw", flatten, rows, rows, rows, rows))
 
 
 def high_word(a, b):

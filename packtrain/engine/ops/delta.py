@@ -8,7 +8,6 @@ from packtrain import kernels
 from packtrain.dtypes import i32
 from packtrain.engine.ops import scan
 from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, gradient_samples, rows
-from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
@@ -96,10 +95,7 @@ def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
         y[:, t] = _read_state(s, q[:, t]).reshape(y[:, t].shape)
 
 
-@delta_rule.workspace("cpu")
-def delta_rule_workspace(x, decay, beta, *other_inputs, groups, width, **attrs):
-    heads, p = scan.head_sizes(x, beta, groups, width)
-    return (Spec((x.shape[0] * heads, p, width)),)
+delta_rule.workspace("cpu")(scan.state_workspace)
 
 
 @delta_rule.kernel("cpu")
@@ -108,11 +104,7 @@ def delta_rule_cpu(y, x, decay, beta, seq, *, groups, width, tiled, eps, work):
     kernels.delta.delta(*args, x.shape[1], groups, int(tiled), eps)
 
 
-@delta_rule.cost
-def delta_rule_cost(y, x, *other_inputs, groups, width, **attrs):
-    return Cost({"attend": 3 * math.prod(y.shape) * width})
-
-
+delta_rule.cost(scan.scan_cost(3))
 delta_rule.samples(lambda: (delta_rule(*inputs, **attrs) for inputs, attrs in _sample_inputs()))
 
 
@@ -188,11 +180,7 @@ def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled,
     scan.write_gradients_by_autograd(out, dy, forward, (x, decay, beta))
 
 
-@delta_rule_back.cost
-def delta_rule_back_cost(out, dy, x, *other_inputs, groups, width, **attrs):
-    return Cost({"attend": 10 * math.prod(dy.shape) * width})
-
-
+delta_rule_back.cost(scan.scan_cost(10, 1))
 delta_rule_back.samples(gradient_samples(delta_rule, delta_rule_back))
 
 
@@ -240,10 +228,7 @@ def delta_rule_cells_cpu(out, leaf, x, decay, beta, line, source, target, *, gro
     kernels.delta.delta_cells(out[1], leaf, x, decay, beta, *cell_lines, groups, int(tiled), eps)
 
 
-@delta_rule_cells.cost
-def delta_rule_cells_cost(out, leaf, x, *other_inputs, **attrs):
-    _, heads, p, n = leaf.shape
-    return Cost({"attend": 3 * len(x.shape) * heads * p * n}, nbytes=4 * math.prod(leaf.shape[1:]))
+delta_rule_cells.cost(scan.cells_cost(3))
 
 
 @delta_rule_cells.samples

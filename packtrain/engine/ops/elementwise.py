@@ -169,9 +169,7 @@ def scale_numpy(y, x, *, by, bias):
     np.add(x * x.dtype.type(by), x.dtype.type(bias), out=y)
 
 
-@scale.kernel("cpu")
-def scale_cpu(y, x, *, by, bias):
-    return arrays.run_replayable(kernels.elementwise.scale, flatten(y), flatten(x), by, bias)
+scale.kernel("cpu")(arrays.compiled("elementwise.scale", flatten, flatten, "by", "bias"))
 
 
 @scale.kernel("torch", strided=True)
@@ -260,9 +258,7 @@ def silu_back_numpy(dx, dy, x):
     dx[...] = dy * s * (1 + x * (1 - s))
 
 
-@silu_back.kernel("cpu")
-def silu_back_cpu(dx, dy, x):
-    kernels.elementwise.silu_back(flatten(dx), flatten(dy), flatten(x))
+silu_back.kernel("cpu")(arrays.compiled("elementwise.silu_back", flatten, flatten, flatten))
 
 
 @silu_back.kernel("torch")

@@ -5,10 +5,10 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import flatten, flatten_or_absent, run_replayable
+from packtrain.engine.ops.arrays import compiled, flatten, flatten_or_absent
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, scale
-from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, to_sum_dtype, torch
+from packtrain.engine.ops.torch_kernels import sum_chunks, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 
@@ -31,19 +31,12 @@ def sum_squares_numpy(y, x, acc):
     y[...] = np.square(x, dtype=np.float64).sum() + (0 if acc is None else acc)
 
 
-@sum_squares.kernel("cpu")
-def sum_squares_cpu(y, x, acc):
-    return run_replayable(
-        kernels.reduce.sum_squares, flatten(y), flatten(x), flatten_or_absent(acc)
-    )
+sum_squares.kernel("cpu")(compiled("reduce.sum_squares", flatten, flatten, flatten_or_absent))
 
 
 @sum_squares.kernel("torch")
 def sum_squares_torch(y, x, acc):
-    x = x.view(-1)
-    running_sum = to_sum_dtype(x.new_zeros(()))
-    for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
-        running_sum += to_sum_dtype(x[chunk_start:chunk_end]).square().sum()
+    running_sum = sum_chunks(x, torch.square)
     y.copy_(running_sum if acc is None else running_sum.add_(acc))
 
 

@@ -48,9 +48,7 @@ def rms_norm_numpy(y, x, w, *, eps):
     y[...] = x / np.sqrt(_row_mean(x * x) + eps) * (1 if w is None else w)
 
 
-@rms_norm.kernel("cpu")
-def rms_norm_cpu(y, x, w, *, eps):
-    return arrays.run_replayable(kernels.norm.rms_norm, rows(y), rows(x), flatten_or_absent(w), eps)
+rms_norm.kernel("cpu")(arrays.compiled("norm.rms_norm", rows, rows, flatten_or_absent, "eps"))
 
 
 @rms_norm.kernel("torch")
@@ -174,9 +172,9 @@ def norm_numpy(y, x, w, b, *, eps):
     y[...] = u * (1 if w is None else w) + (0 if b is None else b)
 
 
-@norm.kernel("cpu")
-def norm_cpu(y, x, w, b, *, eps):
-    kernels.norm.norm(rows(y), rows(x), flatten_or_absent(w), flatten_or_absent(b), eps)
+norm.kernel("cpu")(
+    arrays.compiled("norm.norm", rows, rows, flatten_or_absent, flatten_or_absent, "eps")
+)
 
 
 @norm.kernel("torch")

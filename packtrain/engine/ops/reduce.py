@@ -4,9 +4,17 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import as_matrix, assigned, demand, f32_rows, flatten, rows
+from packtrain.engine.ops.arrays import (
+    as_matrix,
+    assigned,
+    compiled,
+    demand,
+    f32_rows,
+    flatten,
+    rows,
+)  # fmt: skip
 from packtrain.engine.ops.shape import cont, reshape
-from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, copied, to_sum_dtype
+from packtrain.engine.ops.torch_kernels import copied, sum_chunks, to_sum_dtype
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
@@ -75,15 +83,7 @@ def sum_cpu(y, x):
     kernels.reduce.reduce_sum(flatten(y), flatten(x), False)
 
 
-@sum.kernel("torch")
-def sum_torch(y, x):
-    x = x.view(-1)
-    running_sum = to_sum_dtype(x.new_zeros(()))
-    for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
-        running_sum += to_sum_dtype(x[chunk_start:chunk_end]).sum()
-    y.copy_(running_sum)
-
-
+sum.kernel("torch")(copied(sum_chunks))
 sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
 
 
@@ -97,11 +97,7 @@ sum_rows.vjp(lambda dy, y, x: (broadcast_to(dy, shape=x.shape),))
 sum_rows.kernel("numpy")(assigned(lambda x: x.sum(-1, keepdims=True, dtype=np.float64)))
 
 
-@sum_rows.kernel("cpu")
-def sum_rows_cpu(y, x):
-    kernels.reduce.sum_rows(flatten(y), rows(x))
-
-
+sum_rows.kernel("cpu")(compiled("reduce.sum_rows", flatten, rows))
 sum_rows.kernel("torch", strided=True)(copied(lambda x: to_sum_dtype(x).sum(-1, keepdim=True)))
 
 
@@ -174,9 +170,7 @@ def cumsum_numpy(y, x, *, reverse):
     np.cumsum(x[..., direction], -1, np.float64, out=y[..., direction])
 
 
-@cumsum.kernel("cpu")
-def cumsum_cpu(y, x, *, reverse):
-    kernels.reduce.running(rows(y), rows(x), reverse)
+cumsum.kernel("cpu")(compiled("reduce.running", rows, rows, "reverse"))
 
 
 @cumsum.kernel("torch", strided=True)

@@ -44,11 +44,7 @@ def _round_numpy(x):
 
 
 rounded.kernel("numpy")(arrays.assigned(_round_numpy))
-
-
-@rounded.kernel("cpu")
-def rounded_cpu(y, x):
-    return arrays.run_replayable(kernels.rounded.rounded, flatten(y), flatten(x))
+rounded.kernel("cpu")(arrays.compiled("rounded.rounded", flatten, flatten))
 
 
 def _round_torch(x):

@@ -39,11 +39,7 @@ def top_k(x: Tensor, *, k: int) -> Spec:
 
 
 top_k.kernel("numpy")(assigned(lambda x, *, k: np.argsort(-x, axis=-1, kind="stable")[..., :k]))
-
-
-@top_k.kernel("cpu")
-def top_k_cpu(ids, x, *, k):
-    kernels.experts.top_k(rows(ids), rows(x))
+top_k.kernel("cpu")(arrays.compiled("experts.top_k", rows, rows))
 
 
 @top_k.kernel("torch")

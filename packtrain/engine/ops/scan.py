@@ -37,6 +37,29 @@ def check_heads(x: Tensor, groups: int, width: int, **by_head: Tensor) -> int:
     return heads * p
 
 
+def scan_cost(num_products, result_index=0):
+    """Return a cost rule: products for each value of the result, or of the argument with this index, and the state."""
+    return lambda *args, width, **attrs: Cost(
+        {"attend": num_products * math.prod(args[result_index].shape) * width}
+    )
+
+
+def cells_cost(num_products):
+    """Return the cost rule of an op on states of a leaf."""
+
+    def cost_rule(out, leaf, x, *other_inputs, **attrs):
+        state_size = math.prod(leaf.shape[1:])
+        return Cost({"attend": num_products * len(x.shape) * state_size}, nbytes=4 * state_size)
+
+    return cost_rule
+
+
+def state_workspace(x, by_head, *other_inputs, groups, width, **attrs):
+    """Return the workspace of a forward scan: the states of all heads (B H, P, N)."""
+    heads, p = head_sizes(x, by_head, groups, width)
+    return (Spec((x.shape[0] * heads, p, width)),)
+
+
 def write_gradients_by_autograd(out, dy, forward, inputs):
     """Write the gradients of forward(*inputs) for the inputs, as PyTorch's autograd computes them."""
     with torch.enable_grad():
@@ -121,10 +144,7 @@ def ssm_scan_numpy(y, x, delta, a, skip, seq, *, groups, width):
         y[:, t] = (step_output + skip[:, None] * head_values[:, t]).reshape(y[:, t].shape)
 
 
-@ssm_scan.workspace("cpu")
-def ssm_scan_workspace(x, delta, *other_inputs, groups, width):
-    heads, p = head_sizes(x, delta, groups, width)
-    return (Spec((x.shape[0] * heads, p, width)),)
+ssm_scan.workspace("cpu")(state_workspace)
 
 
 @ssm_scan.kernel("cpu")
@@ -133,11 +153,7 @@ def ssm_scan_cpu(y, x, delta, a, skip, seq, *, groups, width, work):
     kernels.scan.scan(*args, x.shape[1], groups)
 
 
-@ssm_scan.cost
-def ssm_scan_cost(y, x, delta, *other_inputs, groups, width):
-    return Cost({"attend": 2 * math.prod(y.shape) * width})
-
-
+ssm_scan.cost(scan_cost(2))
 ssm_scan.samples(lambda: (ssm_scan(*inputs, **attrs) for inputs, attrs in _sample_inputs()))
 
 
@@ -210,11 +226,7 @@ def ssm_scan_back_torch(out, dy, x, delta, a, skip, seq, *, groups, width):
     write_gradients_by_autograd(out, dy, forward, (x, delta, a, skip))
 
 
-@ssm_scan_back.cost
-def ssm_scan_back_cost(out, dy, x, *other_inputs, groups, width):
-    return Cost({"attend": 5 * math.prod(dy.shape) * width})
-
-
+ssm_scan_back.cost(scan_cost(5, 1))
 ssm_scan_back.samples(gradient_samples(ssm_scan, ssm_scan_back))
 
 
@@ -292,10 +304,7 @@ def ssm_scan_cells_cpu(out, leaf, x, delta, a, skip, line, source, target, *, gr
     kernels.scan.scan_cells(out[1], leaf, x, delta, a, skip, line, source, target, groups)
 
 
-@ssm_scan_cells.cost
-def ssm_scan_cells_cost(out, leaf, x, *other_inputs, groups):
-    _, heads, p, n = leaf.shape
-    return Cost({"attend": 2 * len(x.shape) * heads * p * n}, nbytes=4 * math.prod(leaf.shape[1:]))
+ssm_scan_cells.cost(cells_cost(2))
 
 
 @ssm_scan_cells.samples

@@ -2,15 +2,22 @@
 
 import numpy as np
 
-from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import demand, f32_rows, gradient_samples, rows, rows_or_absent
+from packtrain.engine.ops.arrays import (
+    assigned,
+    compiled,
+    demand,
+    f32_rows,
+    gradient_samples,
+    rows,
+    rows_or_absent,
+)  # fmt: skip
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, sub
 from packtrain.engine.ops.elementwise import scale as scale_by
 from packtrain.engine.ops.reduce import sum, sum_like, sum_rows
 from packtrain.engine.ops.shape import reshape
-from packtrain.engine.ops.torch_kernels import torch
+from packtrain.engine.ops.torch_kernels import filled, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
@@ -44,9 +51,7 @@ def soft_max_numpy(y, x, mask, *, scale):
     y[...] = e / np.where(sum_exp == 0, 1, sum_exp)
 
 
-@soft_max.kernel("cpu")
-def soft_max_cpu(y, x, mask, *, scale):
-    kernels.softmax.soft_max(rows(y), rows(x), rows_or_absent(mask), scale)
+soft_max.kernel("cpu")(compiled("softmax.soft_max", rows, rows, rows_or_absent, "scale"))
 
 
 @soft_max.kernel("torch")
@@ -75,14 +80,10 @@ def soft_max_back(dy: Tensor, y: Tensor, *, scale: float) -> Spec:
     return y.spec.require(dy=dy)
 
 
-@soft_max_back.kernel("numpy")
-def soft_max_back_numpy(dx, dy, y, *, scale):
-    dx[...] = scale * y * (dy - (dy * y).sum(-1, keepdims=True))
-
-
-@soft_max_back.kernel("cpu")
-def soft_max_back_cpu(dx, dy, y, *, scale):
-    kernels.softmax.soft_max_back(rows(dx), rows(dy), rows(y), scale)
+soft_max_back.kernel("numpy")(
+    assigned(lambda dy, y, *, scale: scale * y * (dy - (dy * y).sum(-1, keepdims=True)))
+)
+soft_max_back.kernel("cpu")(compiled("softmax.soft_max_back", rows, rows, rows, "scale"))
 
 
 @soft_max_back.kernel("torch")
@@ -109,16 +110,8 @@ def log_soft_max_numpy(y, x):
     y[...] = z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-@log_soft_max.kernel("cpu")
-def log_soft_max_cpu(y, x):
-    kernels.softmax.log_soft_max(rows(y), rows(x))
-
-
-@log_soft_max.kernel("torch")
-def log_soft_max_torch(y, x):
-    torch.log_softmax(x, -1, out=y)
-
-
+log_soft_max.kernel("cpu")(compiled("softmax.log_soft_max", rows, rows))
+log_soft_max.kernel("torch")(filled("log_softmax", -1))
 log_soft_max.cost(elementwise_cost())
 
 

@@ -105,6 +105,15 @@ def to_sum_dtype(x):
     return x.float() if x.is_mps else x.double()
 
 
+def sum_chunks(x, term=lambda values: values):
+    """Return the sum of a term of all elements, which are taken CHUNK at a time in the type of sums."""
+    x = x.view(-1)
+    running_sum = to_sum_dtype(x.new_zeros(()))
+    for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
+        running_sum += term(to_sum_dtype(x[chunk_start:chunk_end])).sum()
+    return running_sum
+
+
 def chunk_bounds(n, chunk_size, x):
     """Yield (start, end) of parts of n, each of `chunk_size`; only the first two on `meta`, as all are alike."""
     chunk_size = max(chunk_size, 1)

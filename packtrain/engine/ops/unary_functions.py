@@ -6,7 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.engine.ops import elementwise
-from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.arrays import assigned, flatten
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, neg, relu, scale, sigmoid, sqr, sub, unary
 from packtrain.engine.ops.torch_kernels import copied, filled, filled_by_aten, torch
@@ -135,9 +135,9 @@ leaky_relu.vjp(
 )
 
 
-@leaky_relu.kernel("numpy")
-def leaky_relu_numpy(y, x, *, slope):
-    y[...] = np.where(x > 0, x, x * x.dtype.type(slope))
+leaky_relu.kernel("numpy")(
+    assigned(lambda x, *, slope: np.where(x > 0, x, x * x.dtype.type(slope)))
+)
 
 
 @leaky_relu.kernel("cpu")

@@ -1,5 +1,6 @@
 """Windows that slide over images (N, C, H, W): their number, as rows, and pooled: the largest value, or the mean."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -107,38 +108,32 @@ def im2col_back(
 im2col_back.vjp(lambda ddx, dx, dy, *, shape, **attrs: (im2col(ddx, **attrs),))
 
 
+@im2col_back.kernel("torch")
 @im2col_back.kernel("numpy")
 def im2col_back_numpy(dx, dy, *, shape, window, stride, padding, dilation):
-    n, c, h, w = shape
-    dy_windows = dy.reshape(n, *dy.shape[1:3], c, *window).transpose(0, 3, 1, 2, 4, 5)
-    padded = np.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), dx.dtype)
-    _add_windows(padded, dy_windows, stride, dilation)
-    dx[...] = padded[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
+    dy_windows = dy.reshape(*dy.shape[:3], shape[1], *window).swapaxes(2, 3).swapaxes(1, 2)
+    _sum_windows(dx, dy_windows, stride, padding, dilation)
 
 
-def _add_windows(padded, window_values, stride, dilation):
-    """Add windows (N, C, OH, OW, KH, KW) to the places that they come from."""
+def _sum_windows(dx, window_values, stride, padding, dilation=(1, 1)):
+    """Write to dx (N, C, H, W) the sums of windows (N, C, OH, OW, KH, KW) at the places that they come from."""
+    (h, w), (down_pad, across_pad) = dx.shape[2:], padding
+    padded_shape = *dx.shape[:2], h + 2 * down_pad, w + 2 * across_pad
+    is_numpy = isinstance(dx, np.ndarray)
+    padded = np.zeros(padded_shape, dx.dtype) if is_numpy else dx.new_zeros(padded_shape)
     for a, b in product(*map(range, window_values.shape[4:])):
         down, across = (
             slice(k * d, k * d + s * (m - 1) + 1, s)
             for k, d, s, m in zip((a, b), dilation, stride, window_values.shape[2:4], strict=True)
         )
         padded[:, :, down, across] += window_values[..., a, b]
+    dx[...] = padded[:, :, down_pad : down_pad + h, across_pad : across_pad + w]
 
 
 @im2col_back.kernel("cpu")
 def im2col_back_cpu(dx, dy, *, shape, window, stride, padding, dilation):
     sizes = kernel_sizes(shape, dy.shape[1:3], window, stride, padding, dilation)
     kernels.windows.fold(flatten(dx), flatten(dy), *shape[:2], sizes)
-
-
-@im2col_back.kernel("torch")
-def im2col_back_torch(dx, dy, *, shape, window, stride, padding, dilation):
-    n, c, h, w = shape
-    dy_windows = dy.unflatten(-1, (c, *window)).permute(0, 3, 1, 2, 4, 5)
-    padded = dx.new_zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]))
-    _add_windows(padded, dy_windows, stride, dilation)
-    dx.copy_(padded[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w])
 
 
 im2col_back.samples(gradient_samples(im2col, im2col_back))
@@ -209,19 +204,12 @@ def pool_2d_back(
 
 @pool_2d_back.kernel("numpy")
 def pool_2d_back_numpy(dx, dy, x, *, largest, window, stride, padding):
-    strides, (kh, kw) = stride or window, window
-    edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
-    padded_grad = np.zeros_like(np.pad(x, edges))
+    strides, area = stride or window, math.prod(window)
     x_windows = windows(x, window, strides, padding, fill=-np.inf)
     first = x_windows.reshape(*x_windows.shape[:4], -1).argmax(-1)
-    for a, b in product(range(kh), range(kw)):
-        down, across = (
-            slice(k, k + s * (m - 1) + 1, s)
-            for k, s, m in zip((a, b), strides, dy.shape[2:], strict=True)
-        )
-        padded_grad[:, :, down, across] += dy * (first == a * kw + b if largest else 1 / (kh * kw))
-    h, w = x.shape[2:]
-    dx[...] = padded_grad[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
+    is_first = (first[..., None] == np.arange(area)).reshape(x_windows.shape)
+    window_grads = dy[..., None, None] * (is_first if largest else 1 / area)
+    _sum_windows(dx, np.broadcast_to(window_grads, x_windows.shape), strides, padding)
 
 
 @pool_2d_back.kernel("cpu")

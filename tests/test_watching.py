@@ -22,16 +22,7 @@ from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.training.monitoring import RunMonitor, metrics_file
-from packtrain.training.monitoring.history import (
-    MAX_ROWS,
-    MetricSeries,
-    RunHistory,
-    last,
-    maximum,
-    mean,
-    minimum,
-    value_sum,
-)
+from packtrain.training.monitoring.history import MAX_ROWS, MetricSeries, RunHistory
 from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.monitoring.run_folders import find_runs
 from packtrain.training.monitoring.runs_page import live_page, page_with_data
@@ -57,7 +48,7 @@ def make_run(folder: Path, lines: str, settings: str = "") -> Path:
 
 
 def test_a_series_of_any_length_keeps_its_means_and_extremes() -> None:
-    columns = {"x": last, "y": mean, "low": minimum, "high": maximum, "n": value_sum}
+    columns = {"x": "last", "y": "mean", "low": "min", "high": "max", "n": "sum"}
     count = 7 * MAX_ROWS + 13
     series = MetricSeries(columns)
     for k in range(count):
@@ -77,7 +68,7 @@ def test_a_series_of_any_length_keeps_its_means_and_extremes() -> None:
 
 
 def test_what_is_new_is_the_end_of_a_series_until_its_rows_are_joined() -> None:
-    series = MetricSeries({"x": last})
+    series = MetricSeries({"x": "last"})
     for k in range(MAX_ROWS):
         series.add({"x": k}, k + 1)
     assert series.columns_since(MAX_ROWS - 2) == (MAX_ROWS - 2, {"x": [MAX_ROWS - 2, MAX_ROWS - 1]})

@@ -22,22 +22,28 @@ MAX_LATER_NAMES = 6  # names shown of tensors that reuse a rectangle's bytes; ot
 def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
     """Return the HTML text of the page."""
     scene = scenes.make_scene(plan, **about)
-    script = _asset_text("page.js")
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = asset_text(__package__, "page.js")
     sections = {
         "title": escape(scene.title), "summary": escape(scene.summary), "reading": scenes.READING_HINT,
-        "seal": script_hash, "legend": _legend(scene), "owners": _peak_buffer_rows(scene), "bytes": _byte_rows(scene),
-        "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))), "script": script,
+        "seal": content_hash(script), "legend": _legend(scene), "owners": _peak_buffer_rows(scene),
+        "bytes": _byte_rows(scene), "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
+        "script": script,
     }  # fmt: skip
-    page_text = _asset_text("page.html")
+    page_text = asset_text(__package__, "page.html")
     # no part can contain another's placeholder: names and titles are escaped, and the script has none
     for name, section in sections.items():
         page_text = page_text.replace(f"<!--{name}-->", section)
     return page_text
 
 
-def _asset_text(name: str) -> str:
-    return resources.files("packtrain.planner.plan_view").joinpath(name).read_text(encoding="utf-8")
+def asset_text(package: str, name: str) -> str:
+    """Return the text of a file beside a package's modules."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def content_hash(text: str) -> str:
+    """Return the hash by which a Content-Security-Policy allows a script or a style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def script_safe(text: str) -> str:

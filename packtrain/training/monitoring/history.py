@@ -18,40 +18,25 @@ from packtrain.training.monitoring.metrics_file import parse_record
 
 MAX_ROWS = 1000  # even, because they are joined in pairs
 
-# (value, its count, later value, its count) -> the joined value
-JoinFunction = Callable[[float, int, float, int], float]
-
-
-def mean(a: float, count: int, b: float, new_count: int) -> float:
-    return (a * count + b * new_count) / (count + new_count)
-
-
-def last(a: float, count: int, b: float, new_count: int) -> float:
-    return b
-
-
-def minimum(a: float, count: int, b: float, new_count: int) -> float:
-    return min(a, b)
-
-
-def maximum(a: float, count: int, b: float, new_count: int) -> float:
-    return max(a, b)
-
-
-def value_sum(a: float, count: int, b: float, new_count: int) -> float:
-    return a + b
+# functions that join a value and a later one, by name: (value, its count, later value, its count) -> the joined value
+JOINS: dict[str, Callable[[float, int, float, int], float]] = {
+    "mean": lambda a, count, b, new_count: (a * count + b * new_count) / (count + new_count),
+    "last": lambda a, count, b, new_count: b, "sum": lambda a, count, b, new_count: a + b,
+    "min": lambda a, count, b, new_count: min(a, b), "max": lambda a, count, b, new_count: max(a, b),
+}  # fmt: skip
 
 
 class MetricSeries:
-    """Rows of named columns, each with a function that joins neighbouring values. Skips values that are not finite.
+    """Rows of named columns, each with a name in JOINS of how neighbours are joined. Skips values that are not finite.
 
     A run of any length needs the same few hundred kilobytes, as neighbours are joined where MAX_ROWS rows are full.
 
     records_per_row    records in a row
     """
 
-    def __init__(self, columns: Mapping[str, JoinFunction]) -> None:
-        self.column_names, self._join_functions = tuple(columns), tuple(columns.values())
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.column_names = tuple(columns)
+        self._join_functions = [JOINS[name] for name in columns.values()]
         self.records_per_row = 1
         self._last_row_records = 0  # records in the last row
         self._rows: list[list[float]] = []
@@ -120,12 +105,12 @@ QUIET_MERGE = 1800.0  # seconds after which a run whose merge has written nothin
 MODELFILE = "Modelfile"  # in the run folder
 HIDDEN = {"resume", "overwrite", "force_reshuffle", "watch"}  # settings that say nothing of a run
 TRAIN_COLUMNS = {
-    "step": last, "tokens": last, "seconds": last, "loss": mean, "low": minimum, "high": maximum,
-    "bad": value_sum, "lr": mean, "grad_norm": mean, "tokens_per_second": mean,
-    "positions_per_second": mean,
+    "step": "last", "tokens": "last", "seconds": "last", "loss": "mean", "low": "min", "high": "max", "bad": "sum",
+    "lr": "mean", "grad_norm": "mean", "tokens_per_second": "mean", "positions_per_second": "mean",
 }  # fmt: skip
 VALID_COLUMNS = {
-    "step": last, "tokens": last, "seconds": last, "val_loss": mean, "val_error": mean, "val_accuracy": mean,
+    "step": "last", "tokens": "last", "seconds": "last", "val_loss": "mean", "val_error": "mean",
+    "val_accuracy": "mean",
 }  # fmt: skip
 MAX_LINE_NBYTES = 1 << 16  # a longer line comes in parts, which are no records
 HEAD_NBYTES = 256  # first bytes, by which a replaced file is recognized

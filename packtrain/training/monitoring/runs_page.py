@@ -4,16 +4,15 @@ page.html has the frame and styles, page.js draws. A live page asks the server t
 has the data in it.
 """
 
-import base64
-import hashlib
 import json
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from html import escape
-from importlib import resources
 from typing import Any
 
-from packtrain.planner.plan_view.plan_page import script_safe
+from packtrain.planner.plan_view.plan_page import asset_text, content_hash, script_safe
+
+_asset = partial(asset_text, __package__)
 
 
 @cache
@@ -33,7 +32,7 @@ def page_with_data(data: Mapping[str, Any]) -> str:
 def scriptless_page(title: str, body: str, style_asset: str) -> str:
     """Return a page without scripts in the style of the runs page, to which a style file is added."""
     style = _asset("page.css") + _asset(style_asset)
-    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}'"
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{content_hash(style)}'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -46,22 +45,11 @@ def scriptless_page(title: str, body: str, style_asset: str) -> str:
 def _filled_page(data: str, extra_policy: str) -> tuple[str, str]:
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}';"
-        f" script-src '{_seal(script)}'"
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{content_hash(style)}';"
+        f" script-src '{content_hash(script)}'"
     ) + (f"; {extra_policy}" if extra_policy else "")
     text = _asset("page.html")
     replacements = {"policy": policy, "style": style, "data": data, "script": script}
     for name, replacement in replacements.items():
         text = text.replace(f"<!--{name}-->", replacement)
     return text, f"{policy}; frame-ancestors 'none'"
-
-
-def _asset(name: str) -> str:
-    return (
-        resources.files("packtrain.training.monitoring").joinpath(name).read_text(encoding="utf-8")
-    )
-
-
-def _seal(text: str) -> str:
-    """Return the hash by which a Content-Security-Policy allows a script or a style."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

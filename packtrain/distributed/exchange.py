@@ -42,18 +42,6 @@ class Exchange:
         self.condition = threading.Condition()
         threading.Thread(target=self._run_jobs, daemon=True).start()
 
-    def add(self, arrays: Sequence[Any]) -> None:
-        """Submit a job after which each array is its sum over all ranks."""
-        self._submit(self._all_reduce, [self.by.flat(array) for array in arrays])
-
-    def all_gather(self, arrays: Sequence[Any]) -> None:
-        """Submit a job after which all ranks have every rank's run (see `rank_slice`) of each array."""
-        self._submit(self._all_gather, [self.by.flat(array) for array in arrays])
-
-    def reduce_scatter(self, array: Any, local_sum: Any, fresh: bool) -> None:
-        """Submit a job that puts this rank's run of a flat array's sum into `local_sum`, or adds it unless `fresh`."""
-        self._submit(self._reduce_scatter, self.by.flat(array), self.by.flat(local_sum), fresh)
-
     def wait_for_jobs(self) -> None:
         """Wait until all jobs are done. Raises what one of them raised."""
         with self.condition:
@@ -72,14 +60,14 @@ class Exchange:
             self.by.group = None
         return is_idle
 
-    def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
-        """Queue a job that begins after the kernels started so far."""
+    def submit(self, job: Callable[..., None], arrays: Sequence[Any], *arguments: Any) -> None:
+        """Queue a job on arrays, as flat tensors; it begins after the kernels started so far."""
         self.num_submitted += 1
-        kernel_mark = self.by.mark_kernels()
+        kernel_mark, tensors = self.by.mark_kernels(), [self.by.flat(array) for array in arrays]
 
         def run_job() -> None:
             with self.by.after_kernels(kernel_mark):
-                job(*arguments)
+                job(tensors, *arguments)
 
         self.job_queue.put(run_job)
 
@@ -99,9 +87,10 @@ class Exchange:
                     self.error = error
                     self.condition.notify_all()
 
-    # ---- on the thread
+    # ---- jobs, on the thread
 
-    def _all_reduce(self, arrays: Sequence[Any]) -> None:
+    def all_reduce(self, arrays: Sequence[Any]) -> None:
+        """Replace each array by its sum over all ranks."""
         for pieces in split_into_buckets(arrays):
             numbers_per_rank = -(-sum(len(piece) for piece in pieces) // self.world_size)
             outgoing, incoming = self._room_views(numbers_per_rank)
@@ -112,8 +101,9 @@ class Exchange:
             for piece, buffer_part in _places(pieces, incoming.view(-1)):
                 piece.copy_(buffer_part)
 
-    def _reduce_scatter(self, array: Any, local_sum: Any, fresh: bool) -> None:
-        size = self.world_size
+    def reduce_scatter(self, arrays: Sequence[Any], fresh: bool) -> None:
+        """Put this rank's run of the first array's sum into the second, or add it there unless `fresh`."""
+        (array, local_sum), size = arrays, self.world_size
         rank_parts = [array[rank_slice(len(array), i, size)] for i in range(size)]
         for ((_, run_start, run_end),) in _runs([len(rank_parts[0])], BUCKET // self.world_size):
             outgoing, incoming = self._room_views(run_end - run_start)
@@ -126,7 +116,8 @@ class Exchange:
             else:
                 local_part.add_(summed)
 
-    def _all_gather(self, arrays: Sequence[Any]) -> None:
+    def all_gather(self, arrays: Sequence[Any]) -> None:
+        """Fill each array with every rank's run of it, see `rank_slice`."""
         size = self.world_size
         rank_parts = [[a[rank_slice(len(a), i, size)] for a in arrays] for i in range(size)]
         # the first rank has the longest parts, the last may have none

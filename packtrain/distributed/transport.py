@@ -17,14 +17,9 @@ SHARED_DEVICES = r"(?:torch:)?cpu(?::\d+)?|cuda"  # devices that several process
 SINGLE_PROCESS_DEVICES = r"numpy|mps|.*,.*"  # devices that only one process works on
 
 
-def backend_name(device: str) -> str:
-    """Return the backend of torch.distributed for a run's device."""
-    return "nccl" if device == "cuda" else "gloo"
-
-
 def sends_from_device(device: str) -> bool:
     """Whether numbers are sent from a device's own memory, where an exchange then needs rooms."""
-    return backend_name(device) == "nccl"
+    return device == "cuda"
 
 
 def check_device(device: str, has_cpu_blocks: bool = False) -> None:
@@ -61,8 +56,8 @@ class Carrier:
 
     def __init__(self, device: str, timeout: Any) -> None:
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
-        self.device = device if sends_from_device(device) else "cpu"
-        self.group = self.dist.new_group(backend=backend_name(device), timeout=timeout)
+        self.device, backend = ("cuda", "nccl") if sends_from_device(device) else ("cpu", "gloo")
+        self.group = self.dist.new_group(backend=backend, timeout=timeout)
         self.cuda = self.torch.cuda if self.device == "cuda" else None
         self.stream = self.cuda and self.cuda.Stream()  # runs beside the stream of the kernels
 

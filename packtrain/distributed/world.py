@@ -25,10 +25,15 @@ PATIENCE = timedelta(hours=24)
 
 
 class World:
-    """The `world_size` processes of a run, of which this process is number `rank`. This class: a process alone."""
+    """The `world_size` processes of a run, of which this process is number `rank`.
 
-    rank, world_size = 0, 1
+    This class is for a process alone, or one that plans for several, which all would give its values.
+    """
+
     waited = 0.0  # seconds so far in which this process only waited for an exchange
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.rank, self.world_size = 0, world_size
 
     @property
     def exchange_seconds(self) -> float:
@@ -37,7 +42,7 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
-        return [value]
+        return [value] * self.world_size
 
     def add(self, arrays: Sequence[np.ndarray]) -> None:
         """Replace each f32 array by its sum over all ranks, added in their order."""
@@ -112,15 +117,15 @@ class ProcessGroupWorld(World):
         return self.gather(value if self.rank == 0 else None)[0]
 
     def start_all_reduce(self, arrays: Sequence[np.ndarray]) -> None:
-        self.exchange.add(arrays)
+        self.exchange.submit(self.exchange.all_reduce, arrays)
 
     def start_all_gather(self, arrays: Sequence[np.ndarray]) -> None:
-        self.exchange.all_gather(arrays)
+        self.exchange.submit(self.exchange.all_gather, arrays)
 
     def start_reduce_scatter(
         self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
-        self.exchange.reduce_scatter(array, local_sum, fresh)
+        self.exchange.submit(self.exchange.reduce_scatter, (array, local_sum), fresh)
 
     def wait_for_transfers(self) -> None:
         start_seconds = time.perf_counter()
@@ -196,16 +201,6 @@ def _connect_store(dist: Any) -> Any:
     return dist.TCPStore(*address, is_master=False)
 
 
-class AssumedWorld(World):
-    """One of `world_size` processes that do not exist, to plan for; all would give this process's values."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value] * self.world_size
-
-
 SINGLE_PROCESS = World()
 _current_world: World = SINGLE_PROCESS
 
@@ -229,7 +224,7 @@ def is_distributed() -> bool:
 def assume_world(world_size: int) -> Iterator[World]:
     """Plan as rank 0 of a run of `world_size` processes while the context is open."""
     global _current_world
-    previous_world, _current_world = _current_world, AssumedWorld(world_size)
+    previous_world, _current_world = _current_world, World(world_size)
     try:
         yield _current_world
     finally:

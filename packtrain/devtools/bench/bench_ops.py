@@ -8,7 +8,7 @@ from functools import partial
 
 from packtrain.devtools.bench.bench_table import BenchTable
 from packtrain.devtools.bench.machine_rates import MachineRates
-from packtrain.devtools.bench.timing import CLOCK, Clock
+from packtrain.devtools.bench.timing import CLOCK, Clock, time_call
 from packtrain.devtools.bench.training import TrainingBench
 from packtrain.dtypes import f32
 from packtrain.engine.executor import Executor
@@ -112,9 +112,7 @@ class CallTimer:
         run.calls = [partial(self._time_call, i, call) for i, call in enumerate(run.calls)]
 
     def _time_call(self, i: int, call: Callable[[], None]) -> None:
-        start_time = self.clock()
-        call()
-        self.seconds[i].append(self.clock() - start_time)
+        self.seconds[i].append(time_call(call, self.clock))
 
     def spent(self, rates: MachineRates) -> dict[OpGroup, OpTime]:
         """Return the time of each group of calls; a call's seconds are its median over the steps."""
@@ -134,12 +132,8 @@ def measure_ops(
 ) -> tuple[BenchTable, float]:
     """Time `rounds` training steps; returns the table of their ops, and the median seconds of a step."""
     training.step()  # loads kernels and pages
-    timer, step_times = CallTimer(training.run, clock), list[float]()
-    for _ in range(rounds):
-        start_time = clock()
-        training.step()
-        step_times.append(clock() - start_time)
-    step_seconds = statistics.median(step_times)
+    timer = CallTimer(training.run, clock)
+    step_seconds = statistics.median(time_call(training.step, clock) for _ in range(rounds))
     return table(training, timer.spent(rates), step_seconds), step_seconds
 
 

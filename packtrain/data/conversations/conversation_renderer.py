@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, product
-from typing import Any, Protocol
+from typing import Any
 
 from packtrain.common.errors import InputError
+from packtrain.data.chat_template import ChatTemplate
 from packtrain.data.conversations.messages import Conversation, Message
 
 PROBE = "packtrainprobe"
@@ -47,13 +48,6 @@ BLOCKS_NOTE = "turns trained on as the template's generation blocks say"
 BLOCKLESS_NOTE = "turns not trained on, because the template has no generation block around them"
 
 
-class TemplateRenderer(Protocol):
-    def render(
-        self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False,
-        extra_variables: Mapping[str, Any] | None = None,
-    ) -> str: ...  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
     """A text, and the spans (start, end) of it that are trained on."""
@@ -74,7 +68,7 @@ class ConversationRenderer:
     """
 
     def __init__(
-        self, template: TemplateRenderer, eog_texts: list[str], last_only: bool = False
+        self, template: ChatTemplate, eog_texts: list[str], last_only: bool = False
     ) -> None:
         self.template, self.last_only = template, last_only
         self.notes: Counter[str] = Counter()

@@ -40,9 +40,12 @@ def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 row_number += 1
                 yield f"{path}: row {row_number}", drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
-        text = " ".join(str(error).split())
-        fact = f"{path} cannot be read as {suffix_of(path)} after row {row_number}: {text[:200]}"
-        raise InputError(fact) from None
+        raise _unreadable(path, error, f" after row {row_number}") from None
+
+
+def _unreadable(path: Path, error: Exception, place: str = "", advice: str = "") -> InputError:
+    text = " ".join(str(error).split())[:200]
+    return InputError(f"{path} cannot be read as {suffix_of(path)}{place}: {text}{advice}")
 
 
 def _batches(path: Path, arrow: Any) -> Iterator[Any]:
@@ -95,9 +98,7 @@ def sheet_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
         sheet_names = book.sheet_names
         rows = book.get_sheet_by_index(0).iter_rows() if sheet_names else ()
     except (calamine.CalamineError, zipfile.BadZipFile, OSError) as error:
-        text = " ".join(str(error).split())[:200]
-        fact = f"{path} cannot be read as {suffix_of(path)}: {text}; {SAVE_TABLE}"
-        raise InputError(fact) from None
+        raise _unreadable(path, error, advice=f"; {SAVE_TABLE}") from None
     if len(sheet_names) > 1:
         report.remarks.append(f"sheet {sheet_names[0]}; not read: {shortlist(sheet_names[1:])}")
     for row_number, cells in enumerate(rows, 1):

@@ -29,6 +29,12 @@ def _table_capacity(num_entries: int) -> int:
     return 1 << (max(num_entries, 1) * 3 // 2).bit_length()
 
 
+def _join_strings(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of all strings, and where each begins; at last their end."""
+    starts = np.cumsum([0, *map(len, strings)], dtype=np.int32)
+    return np.frombuffer(b"".join(strings), np.uint8), starts
+
+
 @dataclass(frozen=True, slots=True)
 class StringTable:
     """A hash table of strings that finds their numbers; empty strings are not found."""
@@ -39,9 +45,7 @@ class StringTable:
 
     @classmethod
     def of(cls, strings: Sequence[bytes]) -> "StringTable":
-        string_starts = np.zeros(len(strings) + 1, np.int32)
-        np.cumsum([*map(len, strings)], out=string_starts[1:])
-        joined_text = np.frombuffer(b"".join(strings), np.uint8)
+        joined_text, string_starts = _join_strings(strings)
         slots = np.full(_table_capacity(len(strings)), NONE, np.int32)
         KERNELS.tokens.fill_strings(joined_text, string_starts, slots)
         return cls(joined_text, string_starts, slots)
@@ -53,9 +57,7 @@ class NameFinder:
     def __init__(self, names: Sequence[str]) -> None:
         name_bytes = [name.encode(errors="replace") for name in names]
         self._short_indices = [index for index, name in enumerate(name_bytes) if len(name) < 2]
-        self._name_starts = np.zeros(len(name_bytes) + 1, np.int32)
-        np.cumsum([*map(len, name_bytes)], out=self._name_starts[1:])
-        self._text = np.frombuffer(b"".join(name_bytes), np.uint8)
+        self._text, self._name_starts = _join_strings(name_bytes)
         prefixes = [name[0] << 8 | name[1] if len(name) > 1 else 1 << 16 for name in name_bytes]
         self._items = np.argsort(prefixes, kind="stable").astype(np.int32)
         self._heads = np.searchsorted(np.sort(prefixes), np.arange((1 << 16) + 1)).astype(np.int32)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.compiled import NONE, BoundarySplitter, EncodingTables, StringTable
 from packtrain.data.tokenizer.encoding import SPACE, Encoding, merge_parts
-from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_numbers
+from packtrain.data.tokenizer.token_table import TokenTable, flag, read_numbers
 
 WORD = re.compile(r" *[^ \n]+|\n| +")
 TOKEN_SEPARATOR = "\udfff"  # half of a surrogate pair, which no text contains
@@ -101,9 +100,5 @@ class SentencePieceEncoding(Encoding):
         ids = [id for b in part if (id := self._byte_ids[b]) is not None]
         if len(ids) == len(part):
             return ids
-        if self.table.unk is None:
-            raise token_table.TokenizerError(
-                f"no token for {part.decode(errors='replace')!r}, none for its bytes {part.hex(' ')}, and no"
-                f" unknown token; {KEYS}unknown_token_id must name one"
-            )
-        return [self.table.unk]
+        fact = f"no token for {part.decode(errors='replace')!r}, none for its bytes {part.hex(' ')}"
+        return [self.table.unknown_id(f"{fact}, and no unknown token")]

@@ -97,6 +97,12 @@ class TokenTable:
         self.rstrip_ids = self._find_rstrip_ids(metadata)
         self.lstrip_ids = self._find_lstrip_ids(metadata)
 
+    def unknown_id(self, fact: str) -> int:
+        """Return the unknown token's id. Raises TokenizerError, with the fact that calls for it, if there is none."""
+        if self.unk is None:
+            raise TokenizerError(f"{fact}; {KEYS}unknown_token_id must name one")
+        return self.unk
+
     def may_span(self, text: str, at: int) -> bool:
         """Whether a special token that is matched in any text may span a place, or swallow whitespace there."""
         return bool(self.rstrip_ids or self.lstrip_ids) or text[at - 1] + text[at] in self._inside

@@ -26,10 +26,7 @@ class UnigramEncoding(Encoding):
         num_tokens = len(self.table.tokens)
         token_types = read_numbers(metadata, "token_type", num_tokens).astype(int)  # as in the file
         scores = read_numbers(metadata, "scores", num_tokens).astype(np.float32)
-        if self.table.unk is None:
-            fact = f"the vocabulary has no unknown token; {KEYS}unknown_token_id must name one"
-            raise TokenizerError(fact)
-        self._unknown_id = self.table.unk
+        self._unknown_id = self.table.unknown_id("the vocabulary has no unknown token")
         self.strips_leading_space = token_table.flag(metadata, "add_space_prefix", False)
         self._joins_spaces = token_table.flag(metadata, "remove_extra_whitespaces", False)
         lowest = scores[token_types == token_table.NORMAL].min(initial=np.finfo(np.float32).max)

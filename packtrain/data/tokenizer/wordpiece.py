@@ -7,9 +7,8 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.encoding import SPACE, Encoding
-from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag
+from packtrain.data.tokenizer.token_table import TokenTable, flag
 from packtrain.data.tokenizer.word_splitter import WHITESPACE, Ranges, category, in_ranges, lowered
 
 REPLACEMENT = 0xFFFD
@@ -63,14 +62,8 @@ class WordPieceEncoding(Encoding):
             end_offsets = range(min(len(raw), start + self._max_token_nbytes), start, -1)
             end = next((end for end in end_offsets if raw[start:end] in index), None)
             if end is None:
-                return [self._unknown_id()]
+                fact = "a word is not in the vocabulary, which has no unknown token"
+                return [self.table.unknown_id(fact)]
             ids.append(index[raw[start:end]])
             start = end
         return ids
-
-    def _unknown_id(self) -> int:
-        if self.table.unk is None:
-            raise token_table.TokenizerError(
-                f"a word is not in the vocabulary, which has no unknown token; {KEYS}unknown_token_id must name one"
-            )
-        return self.table.unk

@@ -11,6 +11,7 @@ from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables
 from packtrain.models.config import Config
 from packtrain.models.lora_weights import Weights
 
+UNNORMED_EXPERT_COUNT = 128  # experts of the llama4 whose queries and keys are not normalized
 SPARSITY_DEVIATIONS = 1.6448533535003662  # 19 of 20 normal values are below; from gemma3n.cpp
 
 
@@ -100,7 +101,7 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
     if rope is not None:
         inputs = zip("qk", qk, rope_tables[rope], strict=False)
         qk = [block.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in inputs]
-        if config.has_unweighted_qk_norms:
+        if traits.unweighted_qk_norms and config.expert_count != UNNORMED_EXPERT_COUNT:
             qk = [ops.rms_norm(block.saved(x), eps=config.rms_eps) for x in qk]
     elif traits.chunk_temperature:
         qk[0] = ops.mul(qk[0], rope_tables[None][0])
@@ -214,7 +215,8 @@ def mixture(block: BlockBuilder, x: Tensor, h: Tensor | None, read: Tensor | Non
     matrices = weights["gate_inp"], weights["gate"], weights.get("up"), weights["down"]
     return ops.experts(
         x, *matrices, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
-        sigmoids=config.uses_sigmoid_routing, groups=config.expert_groups, by=config.expert_weights_scale or 1.0,
+        sigmoids=config.uses_sigmoid_routing, groups=(config.expert_group_count or 1, config.expert_group_used_count),
+        by=config.expert_weights_scale or 1.0,
         first=traits.weigh_expert_inputs, clamped=traits.clamped, biases=biases, low=low, read=read,
         gelu=traits.use_gelu, scales=block.weight("ffn_down_exps", "scale") if traits.parallel_dense_ffn else None,
     )  # fmt: skip

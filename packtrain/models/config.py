@@ -17,7 +17,6 @@ from packtrain.models.arch.size_fields import ModelSizes
 from packtrain.models.lora import Lora
 
 ScalingType = Literal["none", "linear", "yarn", "longrope"]
-UNNORMED_EXPERT_COUNT = 128  # experts of the llama4 whose queries and keys are not normalized
 SIGMOID_GATING = 2  # value of expert_gating_func
 MIN_BLEND_LENGTH = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
@@ -174,11 +173,6 @@ class Config(ModelSizes):
         return self.traits.is_parallel and not self.has_weight(self.traits.ffn_norm)
 
     @property
-    def has_unweighted_qk_norms(self) -> bool:
-        """Whether rotated queries and keys are normalized without weights."""
-        return self.traits.unweighted_qk_norms and self.expert_count != UNNORMED_EXPERT_COUNT
-
-    @property
     def chosen_sum(self) -> bool:
         """Whether the weights of the chosen experts are divided by their sum."""
         override = self.traits.normalized_expert_weights
@@ -189,11 +183,6 @@ class Config(ModelSizes):
         """Whether an expert's weight is the sigmoid of its logit."""
         override = self.traits.sigmoid_routing
         return self.expert_gating_func == SIGMOID_GATING if override is None else override
-
-    @property
-    def expert_groups(self) -> tuple[int, int]:
-        """Return the number of groups of experts, and of groups in which experts are chosen."""
-        return self.expert_group_count or 1, self.expert_group_used_count
 
     @property
     def has_latent_cache(self) -> bool:

@@ -11,9 +11,6 @@ from packtrain.engine.ops.elementwise import mul
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
-# most parts of the vocabulary by which dx of the head is summed, and least rows of w in a part
-MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
-
 
 def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:
     Spec(shape, i32).require(targets=targets)

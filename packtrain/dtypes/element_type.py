@@ -196,6 +196,20 @@ class Dtype:
         return dtype_named, (self.name,)
 
 
+class DtypeFamily(tuple[Dtype, ...]):
+    """Types whose functions of a role differ by numbers alone: their decorators take a function that makes each."""
+
+    def __getattr__(self, role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def register(make: Callable[..., Any]) -> Callable[..., Any]:
+            for dtype in self:
+                function = make(dtype)
+                function.__name__ = function.__qualname__ = f"{make.__name__}_{dtype.name}"
+                getattr(dtype, role)(function)
+            return make
+
+        return register
+
+
 def dtype_named(name: str) -> Dtype:
     """Return the type of this name, in a process that may not have loaded its module. Raises KeyError."""
     importlib.import_module("packtrain.dtypes")

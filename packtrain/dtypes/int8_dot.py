@@ -7,6 +7,7 @@ each group, in turn, 16, 8 or 4, as many as make 64. `scales` gives the groups' 
 import numpy as np
 
 from packtrain.dtypes import intrinsics
+from packtrain.dtypes.element_type import DtypeFamily
 from packtrain.dtypes.intrinsics import U8x64, bit_by_eight, fours, halves, part, short_at, sixteens
 from packtrain.dtypes.iq import NL, iq4_nl
 from packtrain.dtypes.k import q4_K, q5_K, q6_K, scales_then_mins
@@ -25,48 +26,34 @@ def fifth_bits(w: int, nbytes: int, i: int) -> U8x64:
     return intrinsics.codes_where(low_bits | (high_bits << 32), 16)
 
 
-@q4_0.codes(8, code_offset=8)
-def codes_q4_0(w, i):
-    q = sixteens(w, 2, 18)
-    return q & 15 if i == 0 else q >> 4
+def codes_of_32(dtype):
+    """Return the function `codes` of a type with four or five bits for each code."""
+    codes_at, fifth_at, nbytes = dtype.layout.quads, dtype.layout.high, dtype.block_nbytes
+
+    def codes(w, i):
+        q = sixteens(w, codes_at, nbytes)
+        low_bits = q & 15 if i == 0 else q >> 4
+        return low_bits | fifth_bits(w + fifth_at, nbytes, i) if fifth_at else low_bits
+
+    codes.__name__ = codes.__qualname__ = f"codes_{dtype.name}"
+    return codes
 
 
-@q4_0.scales
-def scales_q4_0(w):
-    return halves(w, 0, 18)
+q4_0.codes(8, code_offset=8)(codes_of_32(q4_0))
+q4_1.codes(15)(codes_of_32(q4_1))
+q5_0.codes(16, code_offset=16)(codes_of_32(q5_0))
+q5_1.codes(31)(codes_of_32(q5_1))
 
 
-@q4_1.codes(15)
-def codes_q4_1(w, i):
-    q = sixteens(w, 4, 20)
-    return q & 15 if i == 0 else q >> 4
+@DtypeFamily((q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl)).scales
+def scales(dtype):
+    nbytes, has_offset = dtype.block_nbytes, dtype.layout.low is None
 
+    def scales_of_four(w):
+        d = halves(w, 0, nbytes)
+        return fours(d, halves(w, 2, nbytes)) if has_offset else d
 
-@q4_1.scales
-def scales_q4_1(w):
-    return fours(halves(w, 0, 20), halves(w, 2, 20))
-
-
-@q5_0.codes(16, code_offset=16)
-def codes_q5_0(w, i):
-    q = sixteens(w, 6, 22)
-    return (q & 15 if i == 0 else q >> 4) | fifth_bits(w + 2, 22, i)
-
-
-@q5_0.scales
-def scales_q5_0(w):
-    return halves(w, 0, 22)
-
-
-@q5_1.codes(31)
-def codes_q5_1(w, i):
-    q = sixteens(w, 8, 24)
-    return (q & 15 if i == 0 else q >> 4) | fifth_bits(w + 4, 24, i)
-
-
-@q5_1.scales
-def scales_q5_1(w):
-    return fours(halves(w, 0, 24), halves(w, 2, 24))
+    return scales_of_four
 
 
 @q8_0.codes(128, code_offset=128)
@@ -75,20 +62,10 @@ def codes_q8_0(w, i):
     return q ^ 128
 
 
-@q8_0.scales
-def scales_q8_0(w):
-    return halves(w, 0, 34)
-
-
 @iq4_nl.codes(128, code_offset=128)
 def codes_iq4_nl(w, i):
     q = sixteens(w, 2, 18)
     return intrinsics.look_up(q & 15 if i == 0 else q >> 4, IQ4_LOW_WORD, IQ4_HIGH_WORD)
-
-
-@iq4_nl.scales
-def scales_iq4_nl(w):
-    return halves(w, 0, 18)
 
 
 @part

@@ -9,7 +9,8 @@ import numpy as np
 from packtrain.dtypes import intrinsics
 from packtrain.dtypes.intrinsics import compiled_function, load, peek, pick, poke, scratch, store
 from packtrain.dtypes.iq import NL, iq4_nl, iq4_xs
-from packtrain.dtypes.weighted_packing import put_value_weights, sum_of_squares
+from packtrain.dtypes.lattice import put_point_weights
+from packtrain.dtypes.weighted_packing import sum_of_squares
 
 f32 = np.float32
 NOTHING = f32(1e-15)  # a group without larger values is all zeros
@@ -26,16 +27,6 @@ def nearest_codes(v: intrinsics.F32x16) -> intrinsics.I32x16:
     at = at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at) + 1), 0.0, 2.0)
     at = at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at)), 0.0, 1.0)
     return intrinsics.to_bits(at)
-
-
-@compiled_function
-def put_error_weights(weights: int, x: int, w: int, spread: f32) -> None:
-    """Write the error weights of 32 values: x * x, or with column weights w * sqrt(spread + x * x)."""
-    if w != 0:
-        put_value_weights(weights, x, w, 32, spread)
-    else:
-        for i in range(0, 32, 16):
-            store(weights, i, load(x, i) * load(x, i))
 
 
 @compiled_function
@@ -77,7 +68,7 @@ def put_table_codes(y: int, x: int, scale: f32) -> None:
 def put_iq4_nl_block(y: int, x: int, w: int) -> None:
     """Write a block of iq4_nl; w is 0 if columns have no weights."""
     weights = scratch(32)
-    put_error_weights(weights, x, w, f32(2) * sum_of_squares(x, 32) / f32(32))
+    put_point_weights(weights, x, w, 32, f32(2) * sum_of_squares(x, 32) / f32(32))
     scale = fit_table_scale(x, weights)
     intrinsics.put_half(y, 0, scale)
     put_table_codes(y + 2, x, scale)
@@ -90,7 +81,7 @@ def put_iq4_xs_block(y: int, x: int, w: int) -> None:
     spread = f32(2) * sum_of_squares(x, 256) / f32(256)
     store(scales, 0, intrinsics.splat(0.0))
     for i in range(8):
-        put_error_weights(weights, x + i * 128, w + i * 128 if w != 0 else 0, spread)
+        put_point_weights(weights, x + i * 128, w + i * 128 if w != 0 else 0, 32, spread)
         poke(scales, i, fit_table_scale(x + i * 128, weights))
     d = -intrinsics.extreme(scales, 16) / f32(32)
     inverse = f32(1) / d if d != 0 else f32(0)

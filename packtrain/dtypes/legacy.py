@@ -6,7 +6,7 @@ Quantized bit for bit as ggml's reference. Formats: ggml-common.h.
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.element_type import CodeLayout, block_dtype
+from packtrain.dtypes.element_type import CodeLayout, DtypeFamily, block_dtype
 
 f32 = np.float32
 q4_0 = block_dtype("q4_0", 2, 32, 18, layout=CodeLayout(32, 16, -8, (0,), 2))
@@ -20,6 +20,7 @@ q4_1.mix("Q4_1", 3)
 q5_0.mix("Q5_0", 8, first_ffn_down_weighted=q5_1)
 q5_1.mix("Q5_1", 9)
 q8_0.mix("Q8_0", 7)
+SMALL_BLOCKS = DtypeFamily((q4_0, q4_1, q5_0, q5_1))  # codes of four bits, and perhaps a fifth
 
 
 @q4_0.unpack
@@ -29,11 +30,27 @@ def unpack_q4_0(y, block):
     intrinsics.store(y, 16, intrinsics.to_floats((q >> 4) - 8) * d)
 
 
-@q4_0.pack
-def pack_q4_0(block, src):
-    d = intrinsics.extreme(src, 32) / f32(-8)
-    intrinsics.put_half(block, 0, d)
-    intrinsics.put_codes(block + 2, src, f32(0), intrinsics.reciprocal(d), f32(8.5), f32(15))
+@SMALL_BLOCKS.pack
+def pack(dtype):
+    codes_at, fifth_at, max_code = dtype.layout.quads, dtype.layout.high, dtype.layout.num_codes - 1
+    zero_code = -(dtype.layout.low or 0)
+
+    def pack_block(block, src):
+        if zero_code:
+            low, d = f32(0), intrinsics.extreme(src, 32) / f32(-zero_code)
+        else:
+            low, max_value = intrinsics.bounds(src)
+            d = (max_value - low) / f32(max_code)
+            intrinsics.put_half(block, 1, low)
+        intrinsics.put_half(block, 0, d)
+        inverse, offset = intrinsics.reciprocal(d), f32(zero_code + 0.5)
+        fifth_bits = intrinsics.put_codes(
+            block + codes_at, src, low, inverse, offset, f32(max_code)
+        )
+        if fifth_at:
+            intrinsics.put_word(block + fifth_at, 0, fifth_bits)
+
+    return pack_block
 
 
 @q4_1.unpack
@@ -41,15 +58,6 @@ def unpack_q4_1(y, at):
     d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 4)
     intrinsics.store(y, 0, intrinsics.to_floats(q & 15) * d + m)
     intrinsics.store(y, 16, intrinsics.to_floats(q >> 4) * d + m)
-
-
-@q4_1.pack
-def pack_q4_1(block, src):
-    min_value, max_value = intrinsics.bounds(src)
-    d = (max_value - min_value) / f32(15)
-    intrinsics.put_half(block, 0, d)
-    intrinsics.put_half(block, 1, min_value)
-    intrinsics.put_codes(block + 4, src, min_value, intrinsics.reciprocal(d), f32(0.5), f32(15))
 
 
 @q5_0.unpack
@@ -60,30 +68,12 @@ def unpack_q5_0(y, block):
     intrinsics.store(y, 16, intrinsics.to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d)
 
 
-@q5_0.pack
-def pack_q5_0(to, src):
-    d = intrinsics.extreme(src, 32) / f32(-16)
-    intrinsics.put_half(to, 0, d)
-    high = intrinsics.put_codes(to + 6, src, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31))
-    intrinsics.put_word(to + 2, 0, high)
-
-
 @q5_1.unpack
 def unpack_q5_1(y, at):
     d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 8)
     high = intrinsics.spread_bits(intrinsics.word_at(at + 4, 0)) >> intrinsics.lane_numbers()
     intrinsics.store(y, 0, intrinsics.to_floats((q & 15) | ((high & 1) << 4)) * d + m)
     intrinsics.store(y, 16, intrinsics.to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
-
-
-@q5_1.pack
-def pack_q5_1(block, src):
-    low, max_value = intrinsics.bounds(src)
-    d = (max_value - low) / f32(31)
-    intrinsics.put_half(block, 0, d)
-    intrinsics.put_half(block, 1, low)
-    high = intrinsics.put_codes(block + 8, src, low, intrinsics.reciprocal(d), f32(0.5), f32(31))
-    intrinsics.put_word(block + 4, 0, high)
 
 
 @q8_0.unpack

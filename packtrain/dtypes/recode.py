@@ -14,7 +14,7 @@ from packtrain.dtypes.k import (
     q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_min, write_q4_K_codes, write_q5_K_codes, write_q6_K_codes,
 )  # fmt: skip
 from packtrain.dtypes.k_small import write_q2_K_codes, write_q3_K_codes
-from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
+from packtrain.dtypes.legacy import SMALL_BLOCKS, q8_0
 
 f32 = np.float32
 RESIDUAL_OFFSET = 1024
@@ -73,27 +73,19 @@ def put_32(y: int, x: int, d: f32, low: f32, max_code: f32) -> int:
     return intrinsics.set_lanes(first & 16) | (intrinsics.set_lanes(second & 16) << 16)
 
 
-@q4_0.recode
-def recode_q4_0(block, x):
-    d = half_at(block, 0)
-    put_32(block + 2, x, d, d * f32(-8), f32(15))
+@SMALL_BLOCKS.recode
+def recode(dtype):
+    codes_at, fifth_at, max_code = dtype.layout.quads, dtype.layout.high, dtype.layout.num_codes - 1
+    zero_code = -(dtype.layout.low or 0)
 
+    def recode_block(block, x):
+        d = half_at(block, 0)
+        low = d * f32(-zero_code) if zero_code else half_at(block, 1)
+        fifth_bits = put_32(block + codes_at, x, d, low, f32(max_code))
+        if fifth_at:
+            intrinsics.put_word(block + fifth_at, 0, fifth_bits)
 
-@q4_1.recode
-def recode_q4_1(block, x):
-    put_32(block + 4, x, half_at(block, 0), half_at(block, 1), f32(15))
-
-
-@q5_0.recode
-def recode_q5_0(block, x):
-    d = half_at(block, 0)
-    intrinsics.put_word(block + 2, 0, put_32(block + 6, x, d, d * f32(-16), f32(31)))
-
-
-@q5_1.recode
-def recode_q5_1(block, x):
-    fifth_bits = put_32(block + 8, x, half_at(block, 0), half_at(block, 1), f32(31))
-    intrinsics.put_word(block + 4, 0, fifth_bits)
+    return recode_block
 
 
 @q8_0.recode

@@ -12,7 +12,7 @@ from packtrain.dtypes.k import (
     put_scale_bits, q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_min, write_q4_K_codes, write_q5_K_codes, write_q6_K_codes,
 )  # fmt: skip
 from packtrain.dtypes.k_small import put_q2_K_codes, put_q3_K_codes, put_q3_K_scales, requantize
-from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1
+from packtrain.dtypes.legacy import SMALL_BLOCKS
 
 f32 = np.float32
 FIRST, STEP, NUM_TRIALS = f32(-0.9), f32(0.05), 36  # of lines, see kernels.scale_search.sloped
@@ -50,40 +50,27 @@ def put_32_codes(y: int, codes: int) -> int:
     return intrinsics.set_lanes(first_codes & 16) | (intrinsics.set_lanes(second & 16) << 16)
 
 
-@q4_0.weigh
-def weigh_q4_0(block, src, w, spread):
-    weights, codes = scratch(32), scratch(32)
-    put_value_weights(weights, src, w, 32, spread)
-    put_half(block, 0, intrinsics.even(src, weights, 32, 8, codes))
-    put_32_codes(block + 2, codes)
+@SMALL_BLOCKS.weigh
+def weigh(dtype):
+    codes_at, fifth_at, max_code = dtype.layout.quads, dtype.layout.high, dtype.layout.num_codes - 1
+    zero_code = -(dtype.layout.low or 0)
 
+    def weigh_block(block, src, w, spread):
+        weights, codes = scratch(32), scratch(32)
+        put_value_weights(weights, src, w, 32, spread)
+        if zero_code:
+            scale = intrinsics.even(src, weights, 32, zero_code, codes)
+        else:
+            scale, low = intrinsics.sloped(
+                src, weights, 32, max_code, codes, FIRST, STEP, NUM_TRIALS, 0
+            )
+            put_half(block, 1, low)
+        put_half(block, 0, scale)
+        fifth_bits = put_32_codes(block + codes_at, codes)
+        if fifth_at:
+            intrinsics.put_word(block + fifth_at, 0, fifth_bits)
 
-@q5_0.weigh
-def weigh_q5_0(block, src, w, spread):
-    weights, codes = scratch(32), scratch(32)
-    put_value_weights(weights, src, w, 32, spread)
-    put_half(block, 0, intrinsics.even(src, weights, 32, 16, codes))
-    intrinsics.put_word(block + 2, 0, put_32_codes(block + 6, codes))
-
-
-@q4_1.weigh
-def weigh_q4_1(block, src, w, spread):
-    weights, codes = scratch(32), scratch(32)
-    put_value_weights(weights, src, w, 32, spread)
-    scale, low = intrinsics.sloped(src, weights, 32, 15, codes, FIRST, STEP, NUM_TRIALS, 0)
-    put_half(block, 0, scale)
-    put_half(block, 1, low)
-    put_32_codes(block + 4, codes)
-
-
-@q5_1.weigh
-def weigh_q5_1(block, src, w, spread):
-    weights, codes = scratch(32), scratch(32)
-    put_value_weights(weights, src, w, 32, spread)
-    scale, low = intrinsics.sloped(src, weights, 32, 31, codes, FIRST, STEP, NUM_TRIALS, 0)
-    put_half(block, 0, scale)
-    put_half(block, 1, low)
-    intrinsics.put_word(block + 4, 0, put_32_codes(block + 8, codes))
+    return weigh_block
 
 
 # ---- blocks with parts -------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from packtrain.models.arch.size_fields import ModelSizes
 from packtrain.models.lora import Lora
 
 ScalingType = Literal["none", "linear", "yarn", "longrope"]
-SIGMOID_GATING = 2  # value of expert_gating_func
 MIN_BLEND_LENGTH = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
 
@@ -182,7 +181,7 @@ class Config(ModelSizes):
     def uses_sigmoid_routing(self) -> bool:
         """Whether an expert's weight is the sigmoid of its logit."""
         override = self.traits.sigmoid_routing
-        return self.expert_gating_func == SIGMOID_GATING if override is None else override
+        return self.expert_gating_func == arch.SIGMOID_GATING if override is None else override
 
     @property
     def has_latent_cache(self) -> bool:

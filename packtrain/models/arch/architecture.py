@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+# architectures take both from here
+from packtrain.models.arch.hf_config import HFConfig as HFConfig
+from packtrain.models.arch.size_fields import ModelSizes as ModelSizes
 
 RowSpans = tuple[tuple[int, int], ...]
 Keys = dict[str, int | float | bool | str | list[bool] | list[int] | list[float]]
 # keys of GGUF files that several architectures have
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
+SOFTMAX_GATING, SIGMOID_GATING = 1, 2  # values of expert_gating_func
 ONLY_EXPERTS = dict.fromkeys((*EXPERT_KEYS, "expert_feed_forward_length"))
 YARN_BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")

@@ -1,13 +1,11 @@
 """Command R7B and A: attention and feed-forward in parallel, windows, and rope only within them. arXiv 2504.00698."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 EVERY = 4
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     if hf_config.scaling() != "default":
         raise hf_config.wrong("rope_scaling.type", hf_config.scaling(), "default")
     hf_config.require_window_interval(EVERY, sizes.block_count)

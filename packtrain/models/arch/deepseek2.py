@@ -6,10 +6,7 @@ arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, ar
 from typing import Any
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
-SOFTMAX_GATING, SIGMOID_GATING = 1, 2
 MULTIPLIER_FACTOR = 0.1  # files hold the multiplier times this factor
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 WIDTH = ("moe_intermediate_size", 1407)
@@ -21,7 +18,7 @@ ATTENTION = {
 }  # fmt: skip
 
 
-def normalize_config(hf_config: HFConfig) -> HFConfig:
+def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
     """Set the config's head_dim to the width of a whole head, and key and value heads to the query heads."""
     rope_dims = hf_config.size("qk_rope_head_dim")
     width = hf_config.size("qk_nope_head_dim") + rope_dims
@@ -30,19 +27,19 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     return hf_config.but(head_dim=width, num_key_value_heads=hf_config.size("num_attention_heads"))
 
 
-def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
+def mixer_fields(hf_config: arch.HFConfig) -> dict[str, Any]:
     return {
         "value_length": hf_config.size("v_head_dim"), "rope_dims": hf_config.size("qk_rope_head_dim"),
         "q_lora_rank": hf_config.optional_size("q_lora_rank"), "kv_lora_rank": hf_config.size("kv_lora_rank"),
     }  # fmt: skip
 
 
-def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
+def shared_and_dense(hf_config: arch.HFConfig) -> tuple[int, int]:
     width = hf_config.size(*WIDTH) * hf_config.size("n_shared_experts")
     return width, hf_config.optional_size("first_k_dense_replace")
 
 
-def routing_metadata(hf_config: HFConfig) -> arch.Keys:
+def routing_metadata(hf_config: arch.HFConfig) -> arch.Keys:
     """Return the keys of routing. Refuses V2 in groups: llama.cpp judges a group by its two best experts, V2 by one."""
     is_v3 = _is_v3(hf_config)
     gating_func, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
@@ -53,7 +50,7 @@ def routing_metadata(hf_config: HFConfig) -> arch.Keys:
         hf_config.require_one_of("norm_topk_prob", False, False)
         hf_config.require_one_of("n_group", 1, 1)
     metadata: arch.Keys = {
-        "expert_gating_func": SIGMOID_GATING if is_v3 else SOFTMAX_GATING,
+        "expert_gating_func": arch.SIGMOID_GATING if is_v3 else arch.SOFTMAX_GATING,
         "expert_weights_scale": hf_config.real("routed_scaling_factor", None if is_v3 else 1.0),
     }
     if is_v3 and hf_config.flag("norm_topk_prob", True):
@@ -64,7 +61,7 @@ def routing_metadata(hf_config: HFConfig) -> arch.Keys:
     return metadata
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     rank, rope_width, settings = sizes.kv_lora_rank, sizes.rope_dims or 0, hf_config.full_rotation()
     metadata: arch.Keys = {
         "attention.head_count_kv": 1, "attention.key_length": rank + rope_width, "attention.value_length": rank,
@@ -84,11 +81,11 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     return metadata
 
 
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+def optional_tensors(hf_config: arch.HFConfig) -> tuple[str, ...]:
     return (arch.CHOICE,) if _is_v3(hf_config) else ()
 
 
-def _is_v3(hf_config: HFConfig) -> bool:
+def _is_v3(hf_config: arch.HFConfig) -> bool:
     return bool(hf_config.get("architectures", [""])[0] == "DeepseekV3ForCausalLM")
 
 

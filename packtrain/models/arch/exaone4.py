@@ -3,16 +3,14 @@
 arXiv 2507.11407.
 """
 
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import olmo2
-from packtrain.models.arch.architecture import FACTORS, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 BLOCKS = 64  # blocks of the 32B, the only one with windows in llama.cpp
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    num_blocks, metadata = sizes.block_count, Keys()
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
+    num_blocks, metadata = sizes.block_count, arch.Keys()
     windows = hf_config.layer_windows(sizes.block_count)
     window = hf_config.get_nullable("sliding_window", True)  # transformers' default is a window
     if window is True or (num_blocks == BLOCKS) != bool(window) or bool(window) != any(windows):
@@ -24,10 +22,10 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return metadata
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "exaone4", halves=True, head_norms=True, pre_norms=False, post_norms=True, fixed_head_width=True,
     rope_only_in_windows=True, window_blocks=BLOCKS,
     key_defaults={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 4},
-    ignored_keys=("rope.freq_base_swa",), optional_tensors=(FACTORS,),
-    families=(Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata, size_keys=("vocab_size",)),),
+    ignored_keys=("rope.freq_base_swa",), optional_tensors=(arch.FACTORS,),
+    families=(arch.Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata, size_keys=("vocab_size",)),),
 )  # fmt: skip

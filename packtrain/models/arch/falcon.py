@@ -4,8 +4,6 @@ arXiv 2311.16867.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 SECOND_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 MODULES = {
@@ -15,7 +13,7 @@ MODULES = {
 }  # fmt: skip
 
 
-def normalize_config(hf_config: HFConfig) -> HFConfig:
+def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
     """Use the usual keys: large models have `num_kv_heads` key and value heads, small ones one."""
     hf_config = hf_config.with_aliases(
         {"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)}
@@ -31,13 +29,13 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
+def row_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
     """Return spans of rows that reorder groups of queries, key and value to all queries, all keys, all values."""
     q, k, v = arch.grouped_heads(sizes)
     return {"attn_qkv": q + k + v}
 
 
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+def optional_tensors(hf_config: arch.HFConfig) -> tuple[str, ...]:
     has_second_norm = (
         hf_config.flag("new_decoder_architecture")
         and hf_config.get("num_ln_in_parallel_attn", 2) == 2

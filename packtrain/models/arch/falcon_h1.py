@@ -10,18 +10,16 @@ import numpy as np
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.granitehybrid import CONV_BIAS, SCAN_NORM, read_scan, scan_metadata
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 FEED_FORWARD = {"pre_ff_layernorm": "ffn_norm"} | arch.feed_forward("feed_forward")
 
 
-def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
+def mixer_fields(hf_config: arch.HFConfig) -> dict[str, Any]:
     default_inner = hf_config.size("mamba_expand", 2) * hf_config.size("hidden_size")
     return {"scan": read_scan(hf_config, hf_config.size("mamba_d_ssm", default_inner))}
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     # llama.cpp gates first
     if hf_config.get("mamba_norm_before_gate", True) and hf_config.flag("mamba_rms_norm"):
         hf_config.require_one_of("mamba_norm_before_gate", True, False)
@@ -45,7 +43,7 @@ def times(*factors: float | np.ndarray) -> arch.Changed:
     return change_rows
 
 
-def changes(hf_config: HFConfig, sizes: ModelSizes) -> Mapping[str, arch.Changed]:
+def changes(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> Mapping[str, arch.Changed]:
     def by(name: str) -> float:
         return hf_config.real(name, 1.0)
 

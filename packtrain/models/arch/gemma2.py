@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 from packtrain.models.arch import gemma
-from packtrain.models.arch.architecture import BLOCK, Architecture, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch.architecture import BLOCK, Architecture, HFConfig, Keys, ModelSizes
 
 TOKENS_BACK, SOFTCAPS = 4096, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 NORMS_BEHIND = {

@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 from packtrain.models.arch import gemma2
-from packtrain.models.arch.architecture import HEAD_NORMS, Keys, fixed
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch.architecture import HEAD_NORMS, HFConfig, Keys, ModelSizes, fixed
 
 EVERY, WINDOW_ROPE_BASE = 6, 10_000.0
 

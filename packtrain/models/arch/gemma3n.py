@@ -10,7 +10,6 @@ from typing import Any
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2, gemma4
 from packtrain.models.arch.hf_config import FULL, SLIDING, HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 EVERY, NUM_STREAMS, RANK, LAYER_EMBEDDING_WIDTH, SPARSE, SHARE, OWNING = 5, 4, 64, 256, 10, 0.95, 20
 SOFTCAP_KEY, SOFTCAP = "final_logit_softcapping", 30.0
@@ -64,7 +63,7 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     num_blocks, block_fields = sizes.block_count, per_block_fields(hf_config)
     deviation = NormalDist().inv_cdf(SHARE)  # by so many deviations gates must exceed their mean
     metadata: arch.Keys = {

@@ -11,8 +11,6 @@ import numpy as np
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 LAYER_MODULES = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
@@ -34,7 +32,7 @@ SHARED_KV_KEY, LAYER_EMBEDDING_KEY = "num_kv_shared_layers", "hidden_size_per_la
 WIDE, UNTURNED, PROPORTIONAL_SCALING = 512, 1e30, "proportional"
 
 
-def normalize_config(hf_config: HFConfig) -> HFConfig:
+def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
     """Set head_dim and num_key_value_heads to those of blocks without a window; near_… are of blocks with one."""
     heads, window_head_dim = hf_config.size("num_key_value_heads"), hf_config.size("head_dim", 256)
     layer_configs = hf_config.get("per_layer_config", {})
@@ -53,7 +51,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     return hf_config.but(near_head_dim=window_head_dim, near_heads=heads, num_experts=count, **full)
 
 
-def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
+def per_block_fields(hf_config: arch.HFConfig) -> dict[str, Any]:
     num_blocks, ffn_width = hf_config.size("num_hidden_layers"), hf_config.size("intermediate_size")
     pattern = tuple(hf_config.layer_windows(num_blocks, is_required=True))
     num_shared, layer_width = map(hf_config.optional_size, (SHARED_KV_KEY, LAYER_EMBEDDING_KEY))
@@ -75,14 +73,14 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def factors(hf_config: HFConfig) -> np.ndarray:
+def factors(hf_config: arch.HFConfig) -> np.ndarray:
     """Return divisors of rope's frequencies: in heads without a window, rope rotates only the first pairs."""
     width = hf_config.size("head_dim")
     num_rotated = hf_config.rotated_width(width) // 2
     return np.repeat(np.array([1.0, UNTURNED], np.float32), (num_rotated, width // 2 - num_rotated))
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     fields = per_block_fields(hf_config)
     if hf_config.scaling() != PROPORTIONAL_SCALING:
         raise hf_config.wrong(

@@ -5,33 +5,30 @@ guess more tokens; convert and full tunes leave them out: no loss reads them, so
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
-WIDTH, SIGMOID_GATING = ("moe_intermediate_size", 1408), 2
+WIDTH = ("moe_intermediate_size", 1408)
 SPECIAL = {
     "bos": "[gMASK]", "eot": "<|user|>", "unknown": "<|endoftext|>", "eom": "<|observation|>",
 }  # fmt: skip
 
 
-def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
+def shared_and_dense(hf_config: arch.HFConfig) -> tuple[int, int]:
     num_shared, num_dense = (
         hf_config.size(key, 1) for key in ("n_shared_experts", "first_k_dense_replace")
     )
     return hf_config.size(*WIDTH) * num_shared, num_dense
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     return {
-        "expert_group_count": 1, "expert_group_used_count": 1, "expert_gating_func": SIGMOID_GATING,
+        "expert_group_count": 1, "expert_group_used_count": 1, "expert_gating_func": arch.SIGMOID_GATING,
         "expert_weights_scale": hf_config.real("routed_scaling_factor", 1.0),
         "expert_weights_norm": hf_config.flag("norm_topk_prob", True),
     }  # fmt: skip
 
 
 KEY_DEFAULTS = {
-    "expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None,
-    "expert_shared_count": None, "leading_dense_block_count": 0, "expert_weights_scale": 0.0,
+    **arch.ONLY_EXPERTS, "expert_shared_count": None, "leading_dense_block_count": 0, "expert_weights_scale": 0.0,
     "expert_weights_norm": False, "nextn_predict_layers": 0,
 }  # fmt: skip
 EXPERTS = arch.ExpertLayout(
@@ -39,7 +36,7 @@ EXPERTS = arch.ExpertLayout(
 )  # fmt: skip
 ARCHITECTURE = arch.Architecture(
     "glm4moe", halves=True, ffn_norm="post_attention_norm", partial_rope=True, sigmoid_routing=True,
-    normalized_expert_weights=None, key_defaults=KEY_DEFAULTS, neutral={"expert_gating_func": (SIGMOID_GATING, 0)},
+    normalized_expert_weights=None, key_defaults=KEY_DEFAULTS, neutral={"expert_gating_func": (arch.SIGMOID_GATING, 0)},
     optional_tensors=(*arch.BIASES, arch.CHOICE, *arch.QK_NORMS),
     families=(
         arch.Family(

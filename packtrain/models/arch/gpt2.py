@@ -1,7 +1,6 @@
 """GPT-2: learned positions instead of rope, layer norms, biases everywhere, no gate. Radford et al. 2019."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
 
 MODULES = {
     "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
@@ -14,7 +13,7 @@ KEY_ALIASES = {
 }  # fmt: skip
 
 
-def normalize_config(hf_config: HFConfig) -> HFConfig:
+def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
     hf_config = hf_config.with_aliases(KEY_ALIASES)
     return hf_config.but(
         intermediate_size=hf_config.size("intermediate_size", 4 * hf_config.size("hidden_size"))

@@ -5,9 +5,6 @@ Granite 4's have the hybrids' model class with attention in all blocks; llama.cp
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import MORE_BIASES, Architecture, ExpertLayout, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 SCALE_KEYS = {
     "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",
@@ -24,27 +21,29 @@ def halves(module: str, suffix: str = "") -> StackedMatrices:
     return {f"ffn_{m}{suffix}": (f"{module}.{s}_linear", i, o) for m, s, i, o in matrix_sides}
 
 
-def dense(hf_config: HFConfig) -> HFConfig:
+def dense(hf_config: arch.HFConfig) -> arch.HFConfig:
     """Return the config of a model without experts: the shared expert is the feed-forward."""
     width = hf_config.size("shared_intermediate_size")
     return hf_config.but(num_experts=0, intermediate_size=width)
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     return {key: hf_config.real(name, 1.0) for name, key in SCALE_KEYS.items()}
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "granite",
     key_defaults={"logit_scale": None, "embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0},
     neutral={"rope.scaling.finetuned": (True,)},  # false: llama.cpp leaves rope out
-    ignored_keys=(*arch.SCAN_KEYS, SHARED_WIDTH), optional_tensors=(*arch.BIASES, *MORE_BIASES, arch.FACTORS),
+    ignored_keys=(*arch.SCAN_KEYS, SHARED_WIDTH), optional_tensors=(*arch.BIASES, *arch.MORE_BIASES, arch.FACTORS),
     families=(
-        Family(("GraniteForCausalLM",), extra_metadata=extra_metadata, size_keys=llama.SIZE_KEYS, tied_by_default=True),
-        Family(
+        arch.Family(
+            ("GraniteForCausalLM",), extra_metadata=extra_metadata, size_keys=llama.SIZE_KEYS, tied_by_default=True
+        ),
+        arch.Family(
             (ALL_ATTEND,), arch.ATTENTION | arch.FFN_NORM,
             lambda hf_config, sizes: extra_metadata(hf_config, sizes) | {"rope.scaling.finetuned": True},
-            ExpertLayout(
+            arch.ExpertLayout(
                 {}, ("num_experts", 8), ("num_experts_per_tok", 2), stacked_matrices=halves("shared_mlp"),
                 is_contiguous=True, rows=True,
             ),

@@ -7,8 +7,6 @@ from typing import Any
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import granite, granitemoe, llama
-from packtrain.models.arch.architecture import SCAN_KEYS, Architecture, ExpertLayout, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes, Scan
 
 MAX_CONTEXT = 1 << 20  # llama.cpp's converter writes this where nothing depends on positions
@@ -16,11 +14,11 @@ ATTENDING, SCAN_TYPES = ("attention", "full_attention"), ("mamba", "linear_atten
 CONV_BIAS, SCAN_NORM = "ssm_conv1d.bias", "ssm_norm.weight"
 
 
-def normalize_config(hf_config: HFConfig) -> HFConfig:
+def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
     return hf_config if hf_config.get("num_local_experts", 8) else granite.dense(hf_config)
 
 
-def other_class(hf_config: HFConfig) -> str:
+def other_class(hf_config: arch.HFConfig) -> str:
     """Return the class of a Granite with rope if all blocks attend, else ""."""
     kinds = hf_config.get("layer_types")
     if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
@@ -29,7 +27,7 @@ def other_class(hf_config: HFConfig) -> str:
     return granitemoe.CLASSES[1] if hf_config.get("num_local_experts", 8) else granite.ALL_ATTEND
 
 
-def read_scan(hf_config: HFConfig, inner_width: int) -> Scan:
+def read_scan(hf_config: arch.HFConfig, inner_width: int) -> Scan:
     """Read the sizes of a Mamba-2 scan from the config. Raises InputError if they do not fit each other."""
     hf_config.require_one_of("mamba_proj_bias", False, False)
     num_heads = hf_config.size("mamba_n_heads", 128)
@@ -41,7 +39,7 @@ def read_scan(hf_config: HFConfig, inner_width: int) -> Scan:
     return Scan(inner_width, state_width, num_heads, num_groups, num_taps)
 
 
-def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
+def mixer_fields(hf_config: arch.HFConfig) -> dict[str, Any]:
     kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), *ATTENDING, *SCAN_TYPES)
     attending_blocks = tuple(layer_type in ATTENDING for layer_type in kinds)
     if all(attending_blocks) or not any(attending_blocks):
@@ -50,13 +48,15 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {"attending": attending_blocks, "scan": read_scan(hf_config, inner_width)}
 
 
-def scan_metadata(sizes: ModelSizes) -> Keys:
+def scan_metadata(sizes: ModelSizes) -> arch.Keys:
     assert sizes.scan is not None
     inner_width, state, num_heads, num_groups, num_taps = sizes.scan
-    return dict(zip(SCAN_KEYS, (num_taps, inner_width, state, num_heads, num_groups), strict=True))
+    return dict(
+        zip(arch.SCAN_KEYS, (num_taps, inner_width, state, num_heads, num_groups), strict=True)
+    )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: ModelSizes) -> arch.Keys:
     kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     metadata = granite.extra_metadata(hf_config, sizes) | scan_metadata(sizes)
     if not sizes.expert_count:
@@ -68,18 +68,18 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     }  # fmt: skip
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "granitehybrid",
     key_defaults={
-        **granitemoe.ARCHITECTURE.key_defaults, **SCAN_KEYS, "logit_scale": 0.0, "rope.scaling.finetuned": True,
+        **granitemoe.ARCHITECTURE.key_defaults, **arch.SCAN_KEYS, "logit_scale": 0.0, "rope.scaling.finetuned": True,
     },
     optional_tensors=(*granite.ARCHITECTURE.optional_tensors, CONV_BIAS, SCAN_NORM),
     families=(
-        Family(
+        arch.Family(
             ("GraniteMoeHybridForCausalLM",),
             arch.ATTENTION | arch.SCAN_MODULES | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             extra_metadata,
-            ExpertLayout(
+            arch.ExpertLayout(
                 {}, ("num_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=granitemoe.shared_and_dense,
                 stacked_matrices=granitemoe.HALVES | granite.halves("shared_mlp"), is_contiguous=True, rows=True,
             ),

@@ -2,34 +2,31 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import granite, llama
-from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, ExpertLayout, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 CLASSES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 HALVES = granite.halves("block_sparse_moe", "_exps") | granite.halves("shared_mlp", "_shexp")
 
 
-def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
+def shared_and_dense(hf_config: arch.HFConfig) -> tuple[int, int]:
     return hf_config.optional_size("shared_intermediate_size"), 0
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     shared_width = sizes.expert_shared_feed_forward_length
     return granite.extra_metadata(hf_config, sizes) | (
         {granite.SHARED_WIDTH: shared_width} if shared_width else {}
     )
 
 
-EXPERTS = ExpertLayout(
+EXPERTS = arch.ExpertLayout(
     {}, ("num_local_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=shared_and_dense,
     stacked_matrices=HALVES, is_contiguous=True, rows=True,
 )  # fmt: skip
-ARCHITECTURE = Architecture(
-    "granitemoe", key_defaults={**granite.ARCHITECTURE.key_defaults, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
+ARCHITECTURE = arch.Architecture(
+    "granitemoe", key_defaults={**granite.ARCHITECTURE.key_defaults, **arch.EXPERT_KEYS, granite.SHARED_WIDTH: 0},
     ignored_keys=(*arch.SCAN_KEYS,), optional_tensors=granite.ARCHITECTURE.optional_tensors,
     families=(
-        Family(
+        arch.Family(
             CLASSES, arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"}, extra_metadata,
             EXPERTS, size_keys=llama.SIZE_KEYS, tied_by_default=True,
         ),

@@ -1,16 +1,14 @@
 """Hunyuan (dense): llama with QK norms after rope."""
 
-from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch import architecture as arch
 
-MODULES = BLOCK | {
+MODULES = arch.BLOCK | {
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
 }  # fmt: skip
 DYNAMIC_CONTEXT = 256 * 1024  # context of its "dynamic" scaling, which no config states
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     if hf_config.scaling() != "dynamic":
         return {}
     head_width = sizes.head_width
@@ -25,7 +23,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     }  # fmt: skip
 
 
-ARCHITECTURE = Architecture(
-    "hunyuan-dense", halves=True, head_norms=True, qk_norms_after_rope=True, optional_tensors=BIASES,
-    families=(Family(("HunYuanDenseV1ForCausalLM",), MODULES, extra_metadata, rope_scaling_types=("dynamic",)),),
+ARCHITECTURE = arch.Architecture(
+    "hunyuan-dense", halves=True, head_norms=True, qk_norms_after_rope=True, optional_tensors=arch.BIASES,
+    families=(arch.Family(("HunYuanDenseV1ForCausalLM",), MODULES, extra_metadata, rope_scaling_types=("dynamic",)),),
 )  # fmt: skip

@@ -1,8 +1,6 @@
 """InternLM 2: llama, whose checkpoints fuse queries, key and value of a group. arXiv 2403.17297."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 MODULES = {
     "attention_norm": "attn_norm", "attention.wo": "attn_output", "ffn_norm": "ffn_norm",
@@ -11,13 +9,13 @@ MODULES = {
 FUSED_PARTS = "attn_q", "attn_k", "attn_v"
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     """Return no metadata: dynamic scaling of rope begins after the context, where llama.cpp has none."""
     hf_config.full_rotation().get("factor")  # without effect within the context
     return {}
 
 
-def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
+def row_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
     return dict(zip(FUSED_PARTS, arch.grouped_heads(sizes), strict=True))
 
 

@@ -3,9 +3,7 @@
 from typing import Any
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import Architecture, CheckpointNames, Family, Keys, fixed
 from packtrain.models.arch.hf_config import FULL, HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 CONV_TYPE = "conv"
 MODULES = {
@@ -44,21 +42,22 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {"attending": attending_blocks, "conv_width": hf_config.size("conv_L_cache", 3)}
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     return {
         "attention.head_count_kv": kv_head_counts, "shortconv.l_cache": hf_config.size("conv_L_cache", 3),
     }  # fmt: skip
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "lfm2", halves=True, head_norms=True, fixed_head_width=True, last_norm="token_embd_norm",
     key_defaults={"shortconv.l_cache": None}, optional_tensors=(),
     families=(
-        Family(
-            ("Lfm2ForCausalLM",), MODULES | FEED_FORWARD, extra_metadata, names=CheckpointNames(norm="embedding_norm"),
-            normalize_config=normalize_config, mixer_fields=mixer_fields, required_values=fixed(conv_bias=False),
-            size_keys=("vocab_size",), tied_by_default=True, rope_freq_base=1e6,
+        arch.Family(
+            ("Lfm2ForCausalLM",), MODULES | FEED_FORWARD, extra_metadata, normalize_config=normalize_config,
+            names=arch.CheckpointNames(norm="embedding_norm"), mixer_fields=mixer_fields,
+            required_values=arch.fixed(conv_bias=False), size_keys=("vocab_size",), tied_by_default=True,
+            rope_freq_base=1e6,
         ),
     ),
 )  # fmt: skip

@@ -4,16 +4,13 @@ from dataclasses import replace
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import lfm2
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
-SIGMOID_GATING = 2
 EXPERT_MODULES = arch.feed_forward("feed_forward.experts.{}", "_exps", arch.NUMBERED)
 ROUTER = {"feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b"}
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    return lfm2.extra_metadata(hf_config, sizes) | {"expert_gating_func": SIGMOID_GATING}
+def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
+    return lfm2.extra_metadata(hf_config, sizes) | {"expert_gating_func": arch.SIGMOID_GATING}
 
 
 EXPERTS = arch.ExpertLayout(
@@ -23,7 +20,7 @@ EXPERTS = arch.ExpertLayout(
 ARCHITECTURE = replace(
     lfm2.ARCHITECTURE, name="lfm2moe", sigmoid_routing=True,
     key_defaults={**lfm2.ARCHITECTURE.key_defaults, **arch.ONLY_EXPERTS, "leading_dense_block_count": 0},
-    neutral={"expert_gating_func": (SIGMOID_GATING,)}, optional_tensors=(arch.CHOICE,),
+    neutral={"expert_gating_func": (arch.SIGMOID_GATING,)}, optional_tensors=(arch.CHOICE,),
     families=(
         replace(
             lfm2.ARCHITECTURE.families[0], model_classes=("Lfm2MoeForCausalLM",),

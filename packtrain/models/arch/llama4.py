@@ -5,14 +5,12 @@ Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp, which takes chunks of 
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import ATTENTION, Architecture, ExpertLayout, Family, Keys
 from packtrain.models.arch.hf_config import FULL, HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 EVERY, CHUNK, WARMTH, UNNORMED_EXPERT_COUNT = 4, 8192, 0.1, 128
 CHUNKED_ATTENTION, STEP = "chunked_attention", "interleave_moe_layer_step"
 BLOCK = {
-    **ATTENTION, **arch.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
+    **arch.ATTENTION, **arch.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
     **arch.feed_forward("feed_forward"), **arch.feed_forward("feed_forward.shared_expert", "_shexp"),
 }  # fmt: skip
 STACKED = {
@@ -31,7 +29,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     uses_rope = [int((i + 1) % EVERY != 0) for i in range(sizes.block_count)]
     layer_types = [CHUNKED_ATTENTION if has_rope else FULL for has_rope in uses_rope]
     step = sizes.interleave_moe_layer_step
@@ -47,17 +45,16 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 KEY_DEFAULTS = {
-    "attention.sliding_window": CHUNK, "attention.sliding_window_pattern": EVERY, "expert_count": None,
-    "expert_used_count": None, "expert_feed_forward_length": None, STEP: None,
+    "attention.sliding_window": CHUNK, "attention.sliding_window_pattern": EVERY, **arch.ONLY_EXPERTS, STEP: None,
 }  # fmt: skip
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "llama4", unweighted_qk_norms=True, rope_pause=EVERY, attention_chunk=CHUNK, chunk_temperature=WARMTH,
     sigmoid_routing=True, normalized_expert_weights=False, weigh_expert_inputs=True, shared_expert_alike=True,
     key_defaults=KEY_DEFAULTS, optional_tensors=(arch.FACTORS,),
     families=(
-        Family(
+        arch.Family(
             ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"), BLOCK, extra_metadata,
-            ExpertLayout(
+            arch.ExpertLayout(
                 {}, ("num_local_experts", 16), ("num_experts_per_tok", 1), (WIDTH, 8192),
                 lambda hf_config: (hf_config.size(WIDTH), 0), stacked_matrices=STACKED, is_contiguous=True,
             ),

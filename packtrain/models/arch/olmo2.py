@@ -4,8 +4,6 @@ OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.1396
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 MATRICES = {module: name for module, name in arch.ATTENTION.items() if name != "attn_norm"}
 BASE = 500_000.0
@@ -15,7 +13,7 @@ NORMS_BEHIND = {
 MODULES = MATRICES | arch.HEAD_NORMS | arch.FEED_FORWARD | NORMS_BEHIND
 
 
-def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def window_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
     base = hf_config.rope_base(BASE)
     if hf_config.window_rope_base(BASE) != base:

@@ -3,21 +3,19 @@
 import math
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import FFN_NORM, WINDOW_KEYS, Architecture, Family, Keys
 from packtrain.models.arch.hf_config import ORIGINAL, HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 BLOCK = {
     "input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
-    **FFN_NORM, "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    **arch.FFN_NORM, "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     max_context = sizes.context_length
     default = hf_config.full_rotation().get(ORIGINAL, max_context)  # longrope must state its own
     original = hf_config.size(ORIGINAL, None if hf_config.scaling() == "longrope" else default)
-    metadata: Keys = {
+    metadata: arch.Keys = {
         "rope.dimension_count": hf_config.rotated_width(sizes.head_width),
         "rope.scaling.original_context_length": original,
         "attention.sliding_window": hf_config.json_values.get("sliding_window") or 0,
@@ -32,8 +30,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return metadata
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "phi3", halves=True, fused_qkv=True, fused_ffn=True, fixed_head_width=True, partial_rope=True,
-    ignored_keys=WINDOW_KEYS, optional_tensors=("attn_qkv.bias", arch.LONG, arch.SHORT_FACTORS),
-    families=(Family(("Phi3ForCausalLM",), BLOCK, extra_metadata),),
+    ignored_keys=arch.WINDOW_KEYS, optional_tensors=("attn_qkv.bias", arch.LONG, arch.SHORT_FACTORS),
+    families=(arch.Family(("Phi3ForCausalLM",), BLOCK, extra_metadata),),
 )  # fmt: skip

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import qwen3next
-from packtrain.models.arch.architecture import FEED_FORWARD, Keys, RowSpans
-from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.qwen3next import DELTA_KEYS, DELTA_MODULES
-from packtrain.models.arch.size_fields import ModelSizes
 
 SECTIONS = "rope.dimension_sections"
 SEPARATE_MODULES = {
@@ -19,26 +16,26 @@ BLOCK = (
 )
 
 
-def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
+def row_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
     """Return spans of rows that reorder heads from group by group to one head of every group in turn."""
     assert sizes.scan is not None
     width, heads, groups = sizes.scan[1:4]
     head_order = [g * (heads // groups) + n for n in range(heads // groups) for g in range(groups)]
-    head_indices: RowSpans = tuple((head, head + 1) for head in head_order)
-    head_spans: RowSpans = tuple((head * width, (head + 1) * width) for head in head_order)
+    head_indices: arch.RowSpans = tuple((head, head + 1) for head in head_order)
+    head_spans: arch.RowSpans = tuple((head * width, (head + 1) * width) for head in head_order)
     both = 2 * groups * width
-    qkv_spans: RowSpans = ((0, both), *((both + head, both + end) for head, end in head_spans))
+    qkv_spans: arch.RowSpans = ((0, both), *((both + head, both + end) for head, end in head_spans))
     return {
         "attn_qkv": qkv_spans, "ssm_conv1d": qkv_spans, "attn_gate": head_spans,
         **dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a"), head_indices),
     }  # fmt: skip
 
 
-def column_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
+def column_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
     return {"ssm_out": row_spans(sizes)["attn_gate"]}
 
 
-def text_keys(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def text_keys(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     """Return the keys with rope's sections, which text never needs: time, height and width have one position.
 
     llama.cpp gives pairs beyond the sections position 0, hence the check of files that they cover all pairs.
@@ -56,7 +53,7 @@ ARCHITECTURE = replace(
     families=(
         replace(
             qwen3next.ARCHITECTURE.families[0], model_classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-            block_modules=BLOCK | FEED_FORWARD, extra_metadata=text_keys, experts=None,
+            block_modules=BLOCK | arch.FEED_FORWARD, extra_metadata=text_keys, experts=None,
             required_values=arch.fixed(attention_bias=False), size_keys=(), row_spans=row_spans,
             column_spans=column_spans, fused_modules={},
         ),

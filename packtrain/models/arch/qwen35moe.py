@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from packtrain.models.arch import qwen3next
-from packtrain.models.arch.architecture import EXPERT_MODULES, ExpertLayout
+from packtrain.models.arch.architecture import EXPERT_MODULES, ExpertLayout, HFConfig
 from packtrain.models.arch.gpt_oss import STACKED
-from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.qwen2moe import SHARED, SHARED_WIDTH
 from packtrain.models.arch.qwen35 import ARCHITECTURE as DENSE
 from packtrain.models.arch.qwen35 import BLOCK

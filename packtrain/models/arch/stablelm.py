@@ -5,14 +5,13 @@ arXiv 2402.17834.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.hf_config import PARTIAL, HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 HEAD_NORM_MODULES = {
     "self_attn.q_layernorm.norms.{}": "attn_q_norm", "self_attn.k_layernorm.norms.{}": "attn_k_norm",
 }  # fmt: skip
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+def extra_metadata(hf_config: HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
     return {"use_parallel_residual": hf_config.flag("use_parallel_residual")}
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from packtrain.dtypes import f32, i32
 from packtrain.engine import ops
-from packtrain.engine.ops import routing
 from packtrain.engine.tensor import Tensor, constant
 from packtrain.models.activation_rounding import matmul_weight
 from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables
@@ -92,7 +91,7 @@ def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
     head_ids = constant(
         f"{block.tensor_name(name)}.heads", np.repeat(np.arange(h, dtype=np.int32), t), i32
     )
-    y = routing.product(head_rows, block.weight(name), block.lora_of(name), None, head_ids)
+    y = ops.routing.product(head_rows, block.weight(name), block.lora_of(name), None, head_ids)
     y = ops.reshape(block.named(name, y), shape=(h, t, y.shape[-1]))
     return ops.cont(ops.permute(y, axes=(1, 0, 2)))
 

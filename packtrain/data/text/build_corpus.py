@@ -20,7 +20,6 @@ from packtrain.data.text.token_files import TokenFile, write_tokens
 from packtrain.data.token_cache import ReportProgress, report_progress
 from packtrain.data.tokenizer import KEYS, Tokenizer, encode_all
 from packtrain.data.train_vocabulary import train_vocabulary, vocabulary_of
-from packtrain.gguf import MetadataValue
 
 VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 
@@ -62,7 +61,7 @@ def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> No
     if text.keep_separators and survey_result.num_documents <= len(sources):
         found_notes.append(f"--sample-start {text.separator!r} divides no file: each is one sample")
     notes = [*found_notes, note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
-    metadata = {"general.architecture": MetadataValue("string", "llama"), **vocabulary}
+    metadata = {"general.architecture": gguf.MetadataValue("string", "llama"), **vocabulary}
     gguf.write_gguf(folder / VOCABULARY_FILE, metadata, {})
     (folder / NOTES_FILE).write_text("\n".join(notes), encoding="utf-8")
 
@@ -88,7 +87,7 @@ def _with_progress(
 
 def _make_vocabulary(
     text: CorpusRecipe, survey_result: documents.TextSurvey, pieces: Iterable[TextPiece]
-) -> tuple[dict[str, MetadataValue], str]:
+) -> tuple[dict[str, gguf.MetadataValue], str]:
     """Load or train the vocabulary; returns it with a message about its origin."""
     if text.vocab is not None:
         model_vocabulary = vocabulary_of(text.vocab)
@@ -107,11 +106,11 @@ def _make_vocabulary(
     return trained_vocabulary, f"vocabulary: {_size(trained_vocabulary):,} tokens, {reason}"
 
 
-def _size(vocabulary: dict[str, MetadataValue]) -> int:
+def _size(vocabulary: dict[str, gguf.MetadataValue]) -> int:
     return len(vocabulary[f"{KEYS}tokens"].value)
 
 
-def _make_tokenizer(text: CorpusRecipe, vocabulary: dict[str, MetadataValue]) -> Tokenizer:
+def _make_tokenizer(text: CorpusRecipe, vocabulary: dict[str, gguf.MetadataValue]) -> Tokenizer:
     tokenizer = Tokenizer({key: value.value for key, value in vocabulary.items()})
     if tokenizer.bos is None or tokenizer.eos is None:
         raise InputError(f"{text.vocab}: documents need a bos and an eos token; one is missing")

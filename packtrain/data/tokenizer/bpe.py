@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from packtrain.data.tokenizer import compiled, token_table
-from packtrain.data.tokenizer.compiled import NONE, EncodingTables, StringTable, pair_table
 from packtrain.data.tokenizer.encoding import Encoding, merge_parts
 from packtrain.data.tokenizer.split_rules import RULES, SplitRule, after_any
 from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_strings
@@ -49,9 +48,9 @@ class BytePairEncoding(Encoding):
     def raw(self, text: str) -> bytes:
         return self._replace_spaces(text).encode()
 
-    def build_tables(self) -> EncodingTables:
+    def build_tables(self) -> compiled.EncodingTables:
         index, rule = self.table.index, self._rule
-        merge_pairs, extra_ids = pair_table(self._merges, index)
+        merge_pairs, extra_ids = compiled.pair_table(self._merges, index)
         splitter = compiled.PatternSplitter(self._splitter.patterns, self._splitter.classes)
         if rule.byte_level:
             symbol_ids = index | extra_ids
@@ -61,9 +60,9 @@ class BytePairEncoding(Encoding):
             singles = [symbol_ids[ALPHABET[b].encode()] for b in range(256)]
         else:
             strings = [*self.table.tokens, *extra_ids]
-            singles = [NONE if id is None else id for id in map(self._byte_id, range(256))]
-        return EncodingTables(
-            splitter, StringTable.of(strings), np.array(singles, np.int32), len(index), merge_pairs,
+            singles = [compiled.NONE if id is None else id for id in map(self._byte_id, range(256))]
+        return compiled.EncodingTables(
+            splitter, compiled.StringTable.of(strings), np.array(singles, np.int32), len(index), merge_pairs,
             ignore_merges=rule.ignore_merges, letters=not rule.byte_level,
         )  # fmt: skip
 

@@ -6,7 +6,6 @@ from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f16, f32, i32
 from packtrain.engine.ops import arrays, costs, torch_loss
 from packtrain.engine.ops.arrays import flatten, flatten_or_absent, rows, rows_or_absent, times
-from packtrain.engine.ops.costs import Cost, elementwise_cost
 from packtrain.engine.ops.elementwise import mul
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
@@ -92,7 +91,7 @@ def _targets(shape, v):
 
 
 cross_entropy.kernel("torch")(torch_loss.cross_entropy)
-cross_entropy.cost(elementwise_cost())
+cross_entropy.cost(costs.elementwise_cost())
 
 
 @cross_entropy.samples
@@ -130,7 +129,7 @@ cross_entropy_back.kernel("torch")(torch_loss.cross_entropy_back)
 
 @cross_entropy_back.cost
 def cross_entropy_back_cost(dlogits, dloss, logits, targets, weights):
-    return Cost({"exp": 2 * logits.spec.size})  # once for the sum, once for the probabilities
+    return costs.Cost({"exp": 2 * logits.spec.size})  # once for the sum, once for the probabilities
 
 
 cross_entropy_back.samples(arrays.gradient_samples(cross_entropy, cross_entropy_back))

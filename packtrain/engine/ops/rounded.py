@@ -5,7 +5,6 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.engine.ops import arrays, costs
-from packtrain.engine.ops.arrays import copy_acc, flatten, floats, integers_of, packed, rows
 from packtrain.engine.ops.torch_kernels import add_product, copied, start_product
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
@@ -44,7 +43,7 @@ def _round_numpy(x):
 
 
 rounded.kernel("numpy")(arrays.assigned(_round_numpy))
-rounded.kernel("cpu")(arrays.compiled("rounded.rounded", flatten, flatten))
+rounded.kernel("cpu")(arrays.compiled("rounded.rounded", arrays.flatten, arrays.flatten))
 
 
 def _round_torch(x):
@@ -79,22 +78,22 @@ def matmul_rounded(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
 
 @matmul_rounded.kernel("numpy")
 def matmul_rounded_numpy(y, x, w, acc):
-    product = _round_numpy(x) @ floats(w).T
+    product = _round_numpy(x) @ arrays.floats(w).T
     y[...] = product if acc is None else product + acc
 
 
 @matmul_rounded.kernel("torch")
 def matmul_rounded_torch(y, x, w, acc):
-    add_product(rows(y), rows(_round_torch(x)), w, fresh=start_product(y, acc))
+    add_product(arrays.rows(y), arrays.rows(_round_torch(x)), w, fresh=start_product(y, acc))
 
 
-matmul_rounded.workspace("cpu")(lambda x, w, acc: (integers_of(x, 1),))
+matmul_rounded.workspace("cpu")(lambda x, w, acc: (arrays.integers_of(x, 1),))
 
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
-    is_in_place = copy_acc(y, acc)
-    args = rows(y), rows(x), *packed(w), acc is not None
+    is_in_place = arrays.copy_acc(y, acc)
+    args = arrays.rows(y), arrays.rows(x), *arrays.packed(w), acc is not None
     if len(args[1]) > MAX_DOT_ROWS:
         call = arrays.run_replayable(kernels.rounded.product_of_many, *args, work[0])
     else:

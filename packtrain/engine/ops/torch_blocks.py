@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import CompiledFunction, Placeholder
 from packtrain.engine.backends import triton
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, torch
 
@@ -59,9 +58,9 @@ def torch_meaning(name, value):
     """Return the meaning for PyTorch of a global name of a code's function."""
     if value is intrinsics:
         return SimpleNamespace(**WORDS)
-    if isinstance(value, CompiledFunction):
+    if isinstance(value, intrinsics.CompiledFunction):
         return lambda *args: torch_function(value)(*args)
-    if isinstance(value, Placeholder):
+    if isinstance(value, intrinsics.Placeholder):
         return WORDS.get(name, value)
     if isinstance(value, np.ndarray):
         return DeviceTable(value)

@@ -13,7 +13,6 @@ from packtrain.common.files import file_lock, write_text
 from packtrain.gguf.gguf_format import NAME_NBYTES
 from packtrain.planner.plan_view import page_html
 from packtrain.training import checkpoints
-from packtrain.training.checkpoints import TrainingProgress
 from packtrain.training.generic.fit_result import Result
 from packtrain.training.generic.trainer import Trainer
 from packtrain.training.monitoring import RunMonitor
@@ -34,7 +33,7 @@ class FitRecorder:
         graphs = {str(n): placed.graph.fingerprint for n, placed in trainer.form.placed.items()}
         self.trainer, self.about = trainer, {**about, "graphs": graphs}
         self.resume, self.report = resume, report
-        self.progress, self.last = TrainingProgress(), dict[str, Any]()
+        self.progress, self.last = checkpoints.TrainingProgress(), dict[str, Any]()
         self.step_start = time.perf_counter()
         self.monitor: RunMonitor | None = None
         self.exit_stack = ExitStack()

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from packtrain.dtypes import i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
-from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.lora_weights import Weights
-from packtrain.models.transformer import LossOutputs
+from packtrain.models.transformer import LossOutputs, head
 
 IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inputs
 
@@ -57,7 +56,7 @@ class ReplayLoss:
             return ops.cont(ops.narrow(x, axis=1, start=time - length, length=length))
 
         shape = batch_rows, length
-        target_rows = ops.get_rows(transformer.head(w), input(IDS, shape, i32))
+        target_rows = ops.get_rows(head(w), input(IDS, shape, i32))
         logit_diffs = ops.sum_rows(
             ops.mul(last(base_loss.x), ops.sub(target_rows, input(MEANS, (*shape, width))))
         )

@@ -41,12 +41,11 @@ def apply_norm(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
     """Normalize x (..., C) with the weights of a norm: (C,), or (H, C) per head."""
     weight, eps = w.get(f"{name}.weight", w.get(name)), config.rms_eps
     assert weight is not None, name
-    if not config.traits.layer_norms:
-        if len(weight.shape) > 1:
-            return ops.mul(ops.rms_norm(x, eps=eps), weight)
-        return ops.rms_norm(x, weight, eps=eps)
     if len(weight.shape) > 1:
-        return ops.mul(ops.norm(x, eps=eps), weight)
+        norm_op = ops.norm if config.traits.layer_norms else ops.rms_norm
+        return ops.mul(norm_op(x, eps=eps), weight)
+    if not config.traits.layer_norms:
+        return ops.rms_norm(x, weight, eps=eps)
     return ops.norm(x, weight, w.get(f"{name}.bias"), eps=eps)
 
 

@@ -30,18 +30,6 @@ def _gelu_terms(gate):
     return 1 / (1 + np.exp(-tanh_argument)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
 
 
-def _silu_torch(gate):
-    return torch.nn.functional.silu(gate)
-
-
-def _gelu_torch(gate):
-    return torch.nn.functional.gelu(gate, approximate="tanh")
-
-
-def _gelu_back_torch(dx, dy, x):
-    dx.copy_(torch.ops.aten.gelu_backward(dy, x, approximate="tanh"))
-
-
 @op(inplace=(0, 1))
 def swiglu(gate: Tensor, up: Tensor) -> Spec:
     """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202; ggml_swiglu_split."""
@@ -66,58 +54,60 @@ def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     return _check_same_spec(dy, gate, up), up.spec
 
 
-def _declare_gated(gated, gelu, numpy_sigmoid, torch_activation):
-    """Declare kernels, samples and cost of a gated activation; `numpy_sigmoid` is _silu_terms or _gelu_terms."""
+def _declare_gated(gated, gated_back, gelu, numpy_terms, torch_activation, torch_back):
+    """Declare kernels and samples of a gated activation and its gradient; `numpy_terms`: _silu_terms or _gelu_terms."""
 
     def run_cpu(*args):
         return run_replayable(kernels.elementwise.gated, gelu, *map(flatten, args))
 
-    def run_torch(y, gate, up):
-        torch.mul(torch_activation(gate), up, out=y)
+    def back_cpu(out, *inputs):
+        return run_replayable(kernels.elementwise.gated_back, gelu, *map(flatten, (*out, *inputs)))
 
-    def samples():
-        for n in (1, 15, 65, 40_000):
-            yield gated(input("gate", (n,)), input("up", (n,)))
-
-    gated.kernel("numpy")(assigned(lambda gate, up: gate * numpy_sigmoid(gate)[0] * up))
-    gated.kernel("cpu")(run_cpu)
-    gated.kernel("torch")(run_torch)
-    gated.kernel("cuda")(triton.lazy_kernel("elementwise", gated.name))
-    gated.samples(samples)
-    gated.cost(elementwise_cost())
-
-
-def _declare_gated_back(gated, gated_back, gelu, numpy_sigmoid, torch_activation, torch_back):
-    """Declare kernels, samples and cost of a gated activation's gradient."""
-
-    def run_numpy(out, dy, gate, up):
-        s, gate_slope = numpy_sigmoid(gate)
+    def back_numpy(out, dy, gate, up):
+        s, gate_slope = numpy_terms(gate)
         grads = dy * up * s * (1 + gate_slope * (1 - s)), dy * gate * s
         for d, grad in zip(out, grads, strict=True):
             d[...] = grad
 
-    def run_cpu(out, *inputs):
-        return run_replayable(kernels.elementwise.gated_back, gelu, *map(flatten, (*out, *inputs)))
+    def run_torch(y, gate, up):
+        torch.mul(torch_activation(gate), up, out=y)
 
-    def run_torch(out, dy, gate, up):
+    def back_torch(out, dy, gate, up):
         dup = dy * torch_activation(gate)
         torch_back(out[0], dy * up, gate)
         out[1].copy_(dup)
 
-    gated_back.kernel("numpy")(run_numpy)
-    gated_back.kernel("cpu")(run_cpu)
-    gated_back.kernel("torch")(run_torch)
-    gated_back.kernel("cuda")(triton.lazy_kernel("elementwise", gated_back.name))
+    gated.kernel("numpy")(assigned(lambda gate, up: gate * numpy_terms(gate)[0] * up))
+    gated_back.kernel("numpy")(back_numpy)
+    kernels_by_op = {gated: (run_cpu, run_torch), gated_back: (back_cpu, back_torch)}
+    for declared, (cpu_kernel, torch_kernel) in kernels_by_op.items():
+        declared.kernel("cpu")(cpu_kernel)
+        declared.kernel("torch")(torch_kernel)
+        declared.kernel("cuda")(triton.lazy_kernel("elementwise", declared.name))
+    gated.samples(
+        lambda: (gated(input("gate", (n,)), input("up", (n,))) for n in (1, 15, 65, 40_000))
+    )
     gated_back.samples(gradient_samples(gated, gated_back))
+    gated.cost(elementwise_cost())
     gated_back.cost(elementwise_cost(1.3))
+
+
+def _silu_torch(gate):
+    return torch.nn.functional.silu(gate)
+
+
+def _gelu_torch(gate):
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+def _gelu_back_torch(dx, dy, x):
+    dx.copy_(torch.ops.aten.gelu_backward(dy, x, approximate="tanh"))
 
 
 swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
 geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
-_declare_gated(swiglu, False, _silu_terms, _silu_torch)
-_declare_gated(geglu, True, _gelu_terms, _gelu_torch)
-_declare_gated_back(swiglu, swiglu_back, False, _silu_terms, _silu_torch, silu_back_torch)
-_declare_gated_back(geglu, geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
+_declare_gated(swiglu, swiglu_back, False, _silu_terms, _silu_torch, silu_back_torch)
+_declare_gated(geglu, geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------

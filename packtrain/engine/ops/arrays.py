@@ -99,7 +99,7 @@ def packed(w):
 
 
 def assigned(function):
-    """Return a kernel that assigns the function's result to y."""
+    """Return a kernel that assigns the function's result to y; for NumPy and PyTorch."""
 
     def run_kernel(y, *args, **attrs):
         y[...] = function(*args, **attrs)

@@ -10,7 +10,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32, f64, i32, i64
 from packtrain.engine.ops.arrays import assigned, compiled, f32_rows, flatten, rows, run_replayable
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.torch_kernels import copied, top_k_indices, torch
+from packtrain.engine.ops.torch_kernels import top_k_indices, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
@@ -23,7 +23,7 @@ def argmax(x: Tensor) -> Spec:
 
 
 argmax.kernel("cpu", strided=True)(argmax.kernel("numpy")(assigned(lambda x: x.argmax(-1))))
-argmax.kernel("torch", strided=True)(copied(lambda x: x.argmax(-1)))
+argmax.kernel("torch", strided=True)(assigned(lambda x: x.argmax(-1)))
 
 
 @argmax.samples
@@ -45,7 +45,7 @@ def _sort_indices(x, *, descending):
 
 
 argsort.kernel("cpu", strided=True)(argsort.kernel("numpy")(assigned(_sort_indices)))
-argsort.kernel("torch", strided=True)(copied(_sort_indices))
+argsort.kernel("torch", strided=True)(assigned(_sort_indices))
 
 
 @argsort.samples
@@ -64,7 +64,7 @@ def count_equal(a: Tensor, b: Tensor) -> Spec:
 
 count_equal.kernel("numpy")(assigned(lambda a, b: np.count_nonzero(a == b)))
 count_equal.kernel("cpu", strided=True)(count_equal.kernels["numpy"].run)
-count_equal.kernel("torch", strided=True)(copied(lambda a, b: (a == b).sum()))
+count_equal.kernel("torch", strided=True)(assigned(lambda a, b: (a == b).sum()))
 
 
 @count_equal.samples

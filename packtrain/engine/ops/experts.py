@@ -72,12 +72,26 @@ def matmul_id_vjp(dy, y, x, w, ids, acc):
     return dx, dw, None, (None if acc is None else dy)
 
 
-@matmul_id.kernel("numpy")
-def matmul_id_numpy(y, x, w, ids, acc):
-    _check_ascending("matmul_id", ids, len(w))
-    y[...] = 0 if acc is None else acc
-    for e in np.unique(ids):
-        y[ids == e] += x[ids == e] @ floats(w[e]).T
+def _declare_products(op, matrix_of, add_rows):
+    """Declare the kernels of NumPy and PyTorch of an op that multiplies rows by their expert's matrix.
+
+    matrix_of  returns the matrix (inputs, outputs) of a weight, for NumPy
+    add_rows   torch_kernels.add_product or add_product_back
+    """
+
+    def run_numpy(y, x, w, ids, acc):
+        _check_ascending(op.name, ids, len(w))
+        y[...] = 0 if acc is None else acc
+        for e in np.unique(ids):
+            y[ids == e] += x[ids == e] @ matrix_of(floats(w[e]))
+
+    def run_torch(y, x, w, ids, acc):
+        overwrite = torch_kernels.start_product(y, acc)
+        for e, row_start, row_end in _expert_spans(op.name, ids, w.shape[0]):
+            add_rows(y[row_start:row_end], x[row_start:row_end], w[e], fresh=overwrite)
+
+    op.kernel("numpy")(run_numpy)
+    op.kernel("torch", strided=is_matrix if matrix_of is np.transpose else False)(run_torch)
 
 
 @matmul_id.kernel("cpu", strided=is_matrix)
@@ -90,13 +104,7 @@ def matmul_id_cpu(y, x, w, ids, acc):
         kernels.experts.packed_matmul_id(y, x, *packed(rows(w)), len(w), ids, acc is not None)
 
 
-@matmul_id.kernel("torch", strided=is_matrix)
-def matmul_id_torch(y, x, w, ids, acc):
-    overwrite = torch_kernels.start_product(y, acc)
-    for e, row_start, row_end in _expert_spans("matmul_id", ids, w.shape[0]):
-        torch_kernels.add_product(y[row_start:row_end], x[row_start:row_end], w[e], fresh=overwrite)
-
-
+_declare_products(matmul_id, np.transpose, torch_kernels.add_product)
 matmul_id.cost(lambda y, x, w, ids, acc: by_expert(x.shape[0], w, x.shape[1], w.shape[1]))
 
 
@@ -132,14 +140,6 @@ def matmul_id_back_vjp(ddx, dx, dy, w, ids, acc):
     return matmul_id(ddx, w, ids), dw, None, (None if acc is None else ddx)
 
 
-@matmul_id_back.kernel("numpy")
-def matmul_id_back_numpy(dx, dy, w, ids, acc):
-    _check_ascending("matmul_id_back", ids, len(w))
-    dx[...] = 0 if acc is None else acc
-    for e in np.unique(ids):
-        dx[ids == e] += dy[ids == e] @ floats(w[e])
-
-
 @matmul_id_back.kernel("cpu")
 def matmul_id_back_cpu(dx, dy, w, ids, acc):
     _check_ascending("matmul_id_back", ids, len(w))
@@ -148,14 +148,7 @@ def matmul_id_back_cpu(dx, dy, w, ids, acc):
     kernels.experts.packed_matmul_id_back(dx, dy, *args)
 
 
-@matmul_id_back.kernel("torch")
-def matmul_id_back_torch(dx, dy, w, ids, acc):
-    overwrite = torch_kernels.start_product(dx, acc)
-    for e, row_start, row_end in _expert_spans("matmul_id_back", ids, w.shape[0]):
-        dx_rows, dy_rows = dx[row_start:row_end], dy[row_start:row_end]
-        torch_kernels.add_product_back(dx_rows, dy_rows, w[e], fresh=overwrite)
-
-
+_declare_products(matmul_id_back, lambda w: w, torch_kernels.add_product_back)
 matmul_id_back.cost(lambda dx, dy, w, ids, acc: by_expert(dy.shape[0], w, dy.shape[1], w.shape[2]))
 
 

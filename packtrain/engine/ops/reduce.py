@@ -14,7 +14,7 @@ from packtrain.engine.ops.arrays import (
     rows,
 )  # fmt: skip
 from packtrain.engine.ops.shape import cont, reshape
-from packtrain.engine.ops.torch_kernels import copied, sum_chunks, to_sum_dtype
+from packtrain.engine.ops.torch_kernels import sum_chunks, to_sum_dtype
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
@@ -83,7 +83,7 @@ def sum_cpu(y, x):
     kernels.reduce.reduce_sum(flatten(y), flatten(x), False)
 
 
-sum.kernel("torch")(copied(sum_chunks))
+sum.kernel("torch")(assigned(sum_chunks))
 sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
 
 
@@ -98,7 +98,7 @@ sum_rows.kernel("numpy")(assigned(lambda x: x.sum(-1, keepdims=True, dtype=np.fl
 
 
 sum_rows.kernel("cpu")(compiled("reduce.sum_rows", flatten, rows))
-sum_rows.kernel("torch", strided=True)(copied(lambda x: to_sum_dtype(x).sum(-1, keepdim=True)))
+sum_rows.kernel("torch", strided=True)(assigned(lambda x: to_sum_dtype(x).sum(-1, keepdim=True)))
 
 
 @sum_rows.samples
@@ -145,7 +145,9 @@ def sum_to_cpu(y, x, *, shape):
         np.add.reduce(x, axes, np.float64, out=y.reshape(rest_shape))
 
 
-sum_to.kernel("torch", strided=True)(copied(lambda x, *, shape: to_sum_dtype(x).sum_to_size(shape)))
+sum_to.kernel("torch", strided=True)(
+    assigned(lambda x, *, shape: to_sum_dtype(x).sum_to_size(shape))
+)
 
 
 @sum_to.samples

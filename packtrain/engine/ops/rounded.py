@@ -5,7 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.engine.ops import arrays, costs
-from packtrain.engine.ops.torch_kernels import add_product, copied, start_product
+from packtrain.engine.ops.torch_kernels import add_product, start_product
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 BLOCK = 32
@@ -55,7 +55,7 @@ def _round_torch(x):
     return codes.mul_(step).masked_fill_(step == 0, 0).view(x.shape)
 
 
-rounded.kernel("torch")(copied(_round_torch))
+rounded.kernel("torch")(arrays.assigned(_round_torch))
 rounded.samples(lambda: (rounded(input("x", shape)) for shape in ((32,), (3, 64), (2, 3, 96))))
 
 

@@ -22,13 +22,10 @@ def _check_filters(x: Tensor, w: Tensor) -> None:
 
 def _shift_tokens(x, seq, shift):
     """Return x (B, T, C) moved by `shift` tokens, zero beyond a row and where another sequence begins."""
-    shifted, num_steps = np.zeros_like(x), x.shape[1]
-    since, shift_end = max(shift, 0), max(min(num_steps + shift, num_steps), 0)
-    if since < shift_end:
-        shifted[:, since:shift_end] = x[:, since - shift : shift_end - shift]
-        if seq is not None:
-            is_same_seq = seq[:, since:shift_end] == seq[:, since - shift : shift_end - shift]
-            shifted[:, since:shift_end] *= is_same_seq[..., None]
+    shifted, left = np.zeros_like(x), max(x.shape[1] - shift, 0)
+    shifted[:, shift:] = x[:, :left]
+    if seq is not None:
+        shifted[:, shift:] *= (seq[:, shift:] == seq[:, :left])[..., None]
     return shifted
 
 
@@ -60,12 +57,6 @@ def short_conv_vjp(dy, y, x, w, seq):
     return short_conv_back(dy, w, seq), short_conv_back_w(dy, x, seq, taps=w.shape[1]), None
 
 
-@short_conv.kernel("numpy")
-def short_conv_numpy(y, x, w, seq):
-    last_tap = w.shape[1] - 1
-    y[...] = sum(_shift_tokens(x, seq, last_tap - k) * w[:, k] for k in range(last_tap + 1))
-
-
 def _run_cpu(y, x, w, seq, w_t, step):
     w_t[...] = w.T
     args = arrays.rows(y), arrays.rows(x), w_t, arrays.flatten_or_absent(seq, arrays.ABSENT_IDS)
@@ -84,8 +75,9 @@ def short_conv_cpu(y, x, w, seq, work):
     _run_cpu(y, x, w, seq, work[0], -1)
 
 
-def _run_torch(y, x, w, seq, step):
-    y.zero_()
+def _convolve(y, x, w, seq, step):
+    """Convolve by NumPy or PyTorch: tap by tap, forwards or (step -1) backwards."""
+    y[...] = 0
     num_steps, num_taps = x.shape[1], w.shape[1]
     for k in range(num_taps):
         shift = num_taps - 1 - k
@@ -97,7 +89,7 @@ def _run_torch(y, x, w, seq, step):
         y[:, output_slice] += products
 
 
-short_conv.kernel("torch")(partial(_run_torch, step=1))
+short_conv.kernel("torch")(short_conv.kernel("numpy")(partial(_convolve, step=1)))
 short_conv.samples(lambda: (short_conv(*inputs) for inputs in _sample_inputs()))
 
 
@@ -114,12 +106,6 @@ def short_conv_back_vjp(ddx, dx, dy, w, seq):
     return short_conv(ddx, w, seq), short_conv_back_w(dy, ddx, seq, taps=w.shape[1]), None
 
 
-@short_conv_back.kernel("numpy")
-def short_conv_back_numpy(dx, dy, w, seq):
-    last_tap = w.shape[1] - 1
-    dx[...] = sum(_shift_tokens(dy, seq, k - last_tap) * w[:, k] for k in range(last_tap + 1))
-
-
 short_conv_back.workspace("cpu")(_transposed_filters)
 
 
@@ -128,7 +114,7 @@ def short_conv_back_cpu(dx, dy, w, seq, work):
     _run_cpu(dx, dy, w, seq, work[0], 1)
 
 
-short_conv_back.kernel("torch")(partial(_run_torch, step=-1))
+short_conv_back.kernel("torch")(short_conv_back.kernel("numpy")(partial(_convolve, step=-1)))
 short_conv_back.samples(arrays.gradient_samples(short_conv, short_conv_back))
 
 

@@ -69,15 +69,6 @@ def filled_by_aten(name, *extra_args, **fixed_kwargs):
     return run_kernel
 
 
-def copied(function):
-    """Return a kernel that copies the function's result to y."""
-
-    def run_kernel(y, *args, **attrs):
-        y.copy_(function(*args, **attrs))
-
-    return run_kernel
-
-
 def real(w):
     """Return w, of any readable type, as f32; f64 stays."""
     if isinstance(w, BlockArray):

@@ -9,7 +9,7 @@ from packtrain.engine.ops import elementwise
 from packtrain.engine.ops.arrays import assigned, flatten
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, neg, relu, scale, sigmoid, sqr, sub, unary
-from packtrain.engine.ops.torch_kernels import copied, filled, filled_by_aten, torch
+from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, op, require
 
 QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
@@ -41,7 +41,7 @@ gelu = unary(
 )  # fmt: skip
 gelu_quick = unary(
     "gelu_quick", "y = x * sigmoid(1.702 * x). ggml_gelu_quick.",
-    lambda x: x / (1 + np.exp(-QUICK * x)), copied(lambda x: x * (QUICK * x).sigmoid()),
+    lambda x: x / (1 + np.exp(-QUICK * x)), assigned(lambda x: x * (QUICK * x).sigmoid()),
 )  # fmt: skip
 for _function_of_x in (sin, cos, elu, softplus, erf, gelu, gelu_quick):
     _function_of_x.cost(elementwise_cost())

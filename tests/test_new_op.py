@@ -119,14 +119,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def copy_with_op(folder: Path) -> Path:
     """The package with the op, and the tests: two files and their names."""
-    home, name = copy_package(folder), '"transpose", '
+    home = copy_package(folder)
     (home / "engine/ops/toy.py").write_text(ROOM)
     (home / "kernels/rowwise/toy.py").write_text(KERNEL)
     last = "from packtrain.engine.ops.gradient_clipping import accumulate, clip_gate, sum_squares\n"
     edit_file(
         home / "engine/ops/__init__.py",
         (last, f"from packtrain.engine.ops.toy import toy_plus\n{last}"),
-        (name, f'"toy_plus", {name}'),
     )
     link_tests(folder)
     return folder
@@ -139,10 +138,8 @@ def copy_with_example(folder: Path) -> Path:
     home = copy_package(folder)
     (home / "engine/ops/expm1.py").write_text(room)
     (line,) = re.findall(r"`(from packtrain\.engine\.ops\.expm1 import expm1)`", page)
-    first, name = "from packtrain.engine.ops.unary_functions import (\n", '    "experts", '
-    edit_file(
-        home / "engine/ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", ')
-    )
+    first = "from packtrain.engine.ops.unary_functions import (\n"
+    edit_file(home / "engine/ops/__init__.py", (first, f"{line}\n{first}"))
     link_tests(folder)
     return folder
 

@@ -1,5 +1,7 @@
 """Every op, by name. One file per family, with every rule about its ops."""
 
+import types
+
 from packtrain.engine.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_back
 from packtrain.engine.ops.attention import attention, attention_back, attention_cells
 from packtrain.engine.ops.choosing import argmax, argsort, candidates, count_equal, draw
@@ -39,23 +41,9 @@ from packtrain.engine.ops.unary_functions import (
 )  # fmt: skip
 from packtrain.engine.ops.gradient_clipping import accumulate, clip_gate, sum_squares
 
-__all__ = [
-    "abs", "acc", "accumulate", "add", "add_cast", "alibi", "alibi_slopes", "argmax", "argsort", "attention",
-    "attention_back", "attention_cells", "attention_to_all", "broadcast_to", "candidates", "cast", "clamp", "clip_gate",
-    "concat", "cont", "conv_1d",
-    "conv_2d", "conv_2d_back", "conv_2d_back_w", "cos", "count_equal", "cross_entropy", "cross_entropy_back",
-    "cumsum", "delta_rule", "delta_rule_back", "delta_rule_cells",
-    "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
-    "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
-    "group_rows", "grown",
-    "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
-    "matmul", "matmul_back", "matmul_id", "matmul_id_back", "matmul_rounded", "matmul_stored", "mean", "mean_rows",
-    "mean_squared_error", "mul", "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "outer", "pad",
-    "permute", "pool_1d", "pool_2d", "pool_2d_back", "relu", "repeat", "reshape", "rms_norm", "rms_norm_back",
-    "rope", "rope_table", "rounded", "scale", "set", "set_rows", "sgn", "short_conv", "short_conv_back",
-    "short_conv_back_w", "short_conv_cells", "short_conv_states", "sigmoid", "silu", "silu_back", "sin", "slice",
-    "soft_cross_entropy", "soft_max", "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "ssm_scan",
-    "ssm_scan_back", "ssm_scan_cells", "step",
-    "stored_sum", "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back",
-    "tanh", "top_k", "transpose", "upscale", "weighted_rows", "weighted_rows_back", "zero_rows",
-]  # fmt: skip
+# all that is imported above but modules
+__all__ = sorted(
+    name
+    for name, value in vars().items()
+    if name[0] != "_" and not isinstance(value, types.ModuleType)
+)

@@ -4,15 +4,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import (
-    as_matrix,
-    assigned,
-    compiled,
-    demand,
-    f32_rows,
-    flatten,
-    rows,
-)  # fmt: skip
+from packtrain.engine.ops import arrays
+from packtrain.engine.ops.arrays import as_matrix, assigned, compiled, f32_rows, flatten, rows
 from packtrain.engine.ops.shape import cont, reshape
 from packtrain.engine.ops.torch_kernels import sum_chunks, to_sum_dtype
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
@@ -58,7 +51,7 @@ def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
     keeps_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
     requirement = "have multiples of its sizes" if keeps_rows else "keep its quantized rows"
     message = f"x is {x.spec}; shape {tuple(shape)} must {requirement}"
-    demand("repeat", is_valid and keeps_rows, message, x)
+    arrays.demand("repeat", is_valid and keeps_rows, message, x)
     if all(n in (1, s) for n, s in zip(padded_shape, shape, strict=True)):
         return broadcast_to(x, shape=tuple(shape))
     num_repeats = [s // n if n else 1 for n, s in zip(padded_shape, shape, strict=True)]

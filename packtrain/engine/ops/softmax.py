@@ -3,15 +3,8 @@
 import numpy as np
 
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import (
-    assigned,
-    compiled,
-    demand,
-    f32_rows,
-    gradient_samples,
-    rows,
-    rows_or_absent,
-)  # fmt: skip
+from packtrain.engine.ops import arrays
+from packtrain.engine.ops.arrays import assigned, compiled, f32_rows, rows, rows_or_absent
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, sub
 from packtrain.engine.ops.elementwise import scale as scale_by
@@ -92,7 +85,7 @@ def soft_max_back_torch(dx, dy, y, *, scale):
     torch.mul((dy - dy_dot_y).mul_(y), scale, out=dx)
 
 
-soft_max_back.samples(gradient_samples(soft_max, soft_max_back))
+soft_max_back.samples(arrays.gradient_samples(soft_max, soft_max_back))
 
 
 @op(inplace=(0,))
@@ -134,7 +127,9 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tupl
     mismatch = (
         f"logits {logits.spec} and targets {targets.spec} must be equal, weights {weights.spec}"
     )
-    demand("soft_cross_entropy", is_valid, f"{mismatch} one for each row", logits, targets, weights)
+    arrays.demand(
+        "soft_cross_entropy", is_valid, f"{mismatch} one for each row", logits, targets, weights
+    )
     row_losses = sum_rows(mul(log_soft_max(logits), targets))
     losses = scale_by(reshape(row_losses, shape=weights.shape), by=-1.0)
     return sum(mul(losses, weights)), losses

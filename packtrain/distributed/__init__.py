@@ -11,8 +11,3 @@ from packtrain.distributed.transport import check_device
 from packtrain.distributed.world import (
     SINGLE_PROCESS, World, assume_world, current_world, is_distributed, join_world, rank,
 )  # fmt: skip
-
-__all__ = [
-    "BUCKET", "SINGLE_PROCESS", "World", "assume_world", "check_device", "current_world", "free_port",
-    "is_distributed", "join_world", "launch", "rank", "rank_slice", "rooms_nbytes",
-]  # fmt: skip

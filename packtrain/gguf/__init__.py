@@ -9,8 +9,3 @@ from packtrain.gguf.gguf_format import (
 )  # fmt: skip
 from packtrain.gguf.gguf_reader import GGUF
 from packtrain.gguf.gguf_writer import DeferredTensor, write_gguf
-
-__all__ = [
-    "GGUF", "QUANTIZATION_VERSION", "DeferredTensor", "GGUFError", "MetadataValue", "TensorInfo", "tensor_nbytes",
-    "write_gguf",
-]  # fmt: skip

@@ -10,8 +10,3 @@ from packtrain.data.chat_template.template_families import (
 from packtrain.data.chat_template.template_language import (
     MEMORY_NBYTES, ChatTemplate, TemplateError, answer_variables, template_source,
 )  # fmt: skip
-
-__all__ = [
-    "CHATML", "MEMORY_NBYTES", "TEMPLATES", "ChatTemplate", "TemplateChoice", "TemplateError", "answer_variables",
-    "choose_template", "load_template", "template_source",
-]  # fmt: skip

@@ -3,7 +3,3 @@
 from packtrain.data.conversations.build_samples import TRUNCATE_CHOICES, DatasetRecipe
 from packtrain.data.conversations.samples_cache import SampleDataset, prepare_dataset
 from packtrain.data.text.token_files import TokenizedSamples
-
-__all__ = [
-    "TRUNCATE_CHOICES", "DatasetRecipe", "SampleDataset", "TokenizedSamples", "prepare_dataset",
-]  # fmt: skip

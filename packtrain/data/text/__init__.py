@@ -3,5 +3,3 @@
 from packtrain.data.text.corpus_cache import Corpus, prepare_corpus
 from packtrain.data.text.documents import CorpusRecipe
 from packtrain.data.text.token_files import DocumentTokens
-
-__all__ = ["Corpus", "CorpusRecipe", "DocumentTokens", "prepare_corpus"]

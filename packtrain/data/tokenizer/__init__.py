@@ -8,8 +8,3 @@ from packtrain.data.tokenizer.token_table import (
     BYTE, CONTROL, END_TEXTS, KEYS, NO_ID, NORMAL, UNKNOWN, USER_DEFINED, TokenizerError,
 )  # fmt: skip
 from packtrain.data.tokenizer.tokenizer import StreamDecoder, Tokenizer
-
-__all__ = [
-    "BYTE", "CONTROL", "END_TEXTS", "KEYS", "NORMAL", "NO_ID", "UNKNOWN", "USER_DEFINED", "StreamDecoder",
-    "Tokenizer", "TokenizerError", "encode_all",
-]  # fmt: skip

@@ -5,7 +5,3 @@ from packtrain.engine.memory_plan.memory_plan import (
     Arena, ArenaKey, Buffer, Plan, make_plan, size_text,
 )  # fmt: skip
 from packtrain.engine.memory_plan.plan_verifier import PlanError, verify
-
-__all__ = [
-    "Arena", "ArenaKey", "Buffer", "Plan", "PlanError", "least_order", "make_plan", "size_text", "verify",
-]  # fmt: skip

@@ -6,5 +6,3 @@ This package knows no tensors and no plans. `pack` is quick, `packings` keeps se
 from packtrain.engine.packing.pack import (
     Packing, alive_nbytes, lower_bound, pack, packing_height, packings,
 )  # fmt: skip
-
-__all__ = ["Packing", "alive_nbytes", "lower_bound", "pack", "packing_height", "packings"]

@@ -4,5 +4,3 @@ This package knows tokenizers, but no models.
 """
 
 from packtrain.inference.grammar.grammar import Grammar
-
-__all__ = ["Grammar"]

@@ -5,5 +5,3 @@ from packtrain.inference.kv_cache.context import Context
 from packtrain.inference.kv_cache.decode_plans import RunSizes, place_runs
 from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.models.cached_transformer import CacheLayout
-
-__all__ = ["CacheFull", "CacheLayout", "Context", "ContextError", "RunSizes", "place_runs"]

@@ -10,8 +10,3 @@ from packtrain.inference.sampling.dry import find_breakers
 from packtrain.inference.sampling.sampler_chain import Chain, Constraint, SamplerInput
 from packtrain.inference.sampling.samplers import Candidates, token_rng
 from packtrain.inference.sampling.sampling_settings import SAMPLER_ORDER, Sampling
-
-__all__ = [
-    "CANDIDATES", "LOGITS", "MAX_CANDIDATES", "SAMPLER_ORDER", "TOKEN", "Candidates", "Chain", "Constraint",
-    "SamplerCut", "SamplerInput", "Sampling", "find_breakers", "token_rng",
-]  # fmt: skip

@@ -5,9 +5,3 @@ from packtrain.planner.checkpointing.saved_values import (
     ALIGNMENT, ALWAYS_OFFLOAD, MAY_OFFLOAD, NEVER_OFFLOAD, OFFLOADED, BuiltGraph, RecomputeChoice, aligned_nbytes,
     spaced_choice, uniform_choice,
 )  # fmt: skip
-
-__all__ = [
-    "ALIGNMENT", "ALWAYS_OFFLOAD", "MAY_OFFLOAD", "NEVER_OFFLOAD", "OFFLOADED", "BlockChain", "BuiltGraph",
-    "PlannedChoice", "RecomputeChoice", "aligned_nbytes", "checkpoint_spacing", "spaced_choice",
-    "uniform_choice",
-]  # fmt: skip

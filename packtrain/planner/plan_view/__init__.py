@@ -4,5 +4,3 @@ from packtrain.planner.plan_view.memory_chart import chart_svg
 from packtrain.planner.plan_view.plan_page import page_html
 from packtrain.planner.plan_view.terminal import terminal_text
 from packtrain.planner.plan_view.trace import trace_json
-
-__all__ = ["chart_svg", "page_html", "terminal_text", "trace_json"]

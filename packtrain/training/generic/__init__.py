@@ -10,8 +10,3 @@ from packtrain.training.generic.fit_model import Model
 from packtrain.training.generic.fit_result import Result
 from packtrain.training.generic.fit_model import load, save
 from packtrain.training.generic.trainer import Trainer
-
-__all__ = [
-    "Batch", "Callbacks", "Dataset", "Epoch", "Fitted", "Model", "Result", "Trainer", "epoch", "evaluate", "fit",
-    "load", "save",
-]  # fmt: skip

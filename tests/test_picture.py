@@ -33,7 +33,6 @@ from packtrain.planner.plan_view.scene import (
     READING_HINT,
     PlanScene,
     fullest_steps,
-    make_scene,
 )
 from packtrain.planner.plan_view.terminal import MARGIN, NUM_LINES
 from tests import models
@@ -115,7 +114,7 @@ def large_plan() -> Plan:
 
 
 def test_live_bytes_are_those_of_the_buffers(plan: Plan) -> None:
-    scene = make_scene(plan, "host", title="")
+    scene = PlanScene(plan, "host", title="")
     assert scene.live_nbytes.sum(axis=0).tolist() == [alive(plan, t) for t in range(scene.last)]
     for k, category in enumerate(CATEGORIES):
         of_kind = [b for b in plan.buffers if b.category == category]
@@ -126,7 +125,7 @@ def test_live_bytes_are_those_of_the_buffers(plan: Plan) -> None:
 @pytest.mark.parametrize("parts", [1, 3, 8, 20])
 def test_of_each_stretch_of_time_the_fullest_step_is_shown(parts: int) -> None:
     plan = small_plan()
-    steps = fullest_steps(make_scene(plan, "host", title="").live_nbytes, parts).tolist()
+    steps = fullest_steps(PlanScene(plan, "host", title="").live_nbytes, parts).tolist()
     assert len(steps) == parts and steps == sorted(steps)
     assert plan.arena().peak_step in steps
 
@@ -138,7 +137,7 @@ def level_nbytes(scene: PlanScene) -> dict[str, int]:
 def test_the_budget_line_is_what_the_rows_leave() -> None:
     plan, rows = small_plan(), [("weights", 6 * MIB, ""), ("process", 90 * MIB, "")]
     for budget, line in ((100, None), (101, 5 * MIB), (96, None), (95, None), (105, None)):
-        scene = make_scene(plan, "host", title="", rows=rows, budget_nbytes=budget * MIB)
+        scene = PlanScene(plan, "host", title="", rows=rows, budget_nbytes=budget * MIB)
         expected = 4 * MIB if budget == 100 else line
         assert level_nbytes(scene).get("budget") == expected, budget
         assert scene.total_nbytes == 100 * MIB
@@ -146,12 +145,12 @@ def test_the_budget_line_is_what_the_rows_leave() -> None:
 
 def test_a_gap_has_two_lines() -> None:
     gapped_plan = plan_of(buffer("a", 0, 2, 0, MIB), buffer("b", 1, 3, 3 * MIB, MIB))
-    assert level_nbytes(make_scene(gapped_plan, "host", title="")) == {
+    assert level_nbytes(PlanScene(gapped_plan, "host", title="")) == {
         "bound": 2 * MIB,
         "arena": 4 * MIB,
     }
     assert "100.00% over its lower bound" in page_html(gapped_plan)
-    assert level_nbytes(make_scene(small_plan(), "host", title="")) == {"bound": 4 * MIB}
+    assert level_nbytes(PlanScene(small_plan(), "host", title="")) == {"bound": 4 * MIB}
 
 
 @pytest.mark.parametrize("draw", [page_html, chart_svg, trace_json, terminal_text])
@@ -315,7 +314,7 @@ def test_rectangles_stand_where_the_plan_says() -> None:
     x, y, end, base = (float(n) for n in re.findall(r"[\d.]+", drawn)[:4])
     step, mib = (
         (RIGHT - LEFT) / 8,
-        (BOTTOM - TOP) * MIB / make_scene(small_plan(), "host", title="").max_nbytes,
+        (BOTTOM - TOP) * MIB / PlanScene(small_plan(), "host", title="").max_nbytes,
     )
     gap = 0.5
     assert (x, end) == pytest.approx((LEFT + 5 * step, RIGHT - gap), abs=0.06)
@@ -326,7 +325,7 @@ def test_rectangles_stand_where_the_plan_says() -> None:
 def test_bytes_alive_stand_under_their_steps() -> None:
     elements = ElementTree.fromstring(chart_svg(small_plan())).findall(f"{SVG}path")
     stacks = [p.attrib["d"] for p in elements if p.attrib["d"].startswith(f"M{LEFT} {BELOW}V")]
-    top = make_scene(small_plan(), "host", title="").max_nbytes
+    top = PlanScene(small_plan(), "host", title="").max_nbytes
     heights = [float(y) for y in re.findall(r"V([\d.]+)h", stacks[0])]  # the first is the highest
     expected = [BELOW - (BELOW - LIVE_TOP) * alive(small_plan(), t) / top for t in range(8)]
     assert heights == pytest.approx(expected, abs=0.06)

@@ -127,7 +127,7 @@ def test_a_resumed_or_replaced_run_is_read_anew(tmp_path: Path, new_lines: str) 
     run.refresh(1)
     resumed = metrics_file.MetricsFile(folder / "metrics.jsonl", 3)
     resumed.file.write(new_lines)
-    resumed.close()
+    resumed.file.close()
     run.refresh(2)
     assert columns(run)["step"] == [*range(1, 4), *(range(4, 60) if new_lines else ())]
     (folder / "metrics.jsonl").write_text(metrics_line(1, 7.0))

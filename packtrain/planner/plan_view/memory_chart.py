@@ -29,7 +29,7 @@ def chart_svg(
     plan: Plan, *, rectangles: int = MAX_RECTANGLES, **about: Unpack[scenes.SceneOptions]
 ) -> str:
     """Return the SVG text with at most `rectangles` rectangles, the largest ones. See SceneOptions for the others."""
-    scene = scenes.make_scene(plan, **about)
+    scene = scenes.PlanScene(plan, **about)
     frame = ChartFrame(scene.last, scene.max_nbytes)
     # the legend's row of lines and their sizes, below the categories
     line_legend, x = list[str](), 24
@@ -37,14 +37,14 @@ def chart_svg(
         line_legend += [_line(x, x + 28, 111, line_kind), label(x + 35, 115, line_text, "start")]
         x += 56 + 7 * len(line_text)
     elements = [
-        label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
+        label(24, 34, scene.heading, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
         label(24, 54, scene.summary, "start"), label(24, 74, scenes.READING_HINT, "start"),
         _legend(scene), "".join(line_legend), *_axes(frame), *_rectangle_paths(scene, frame, rectangles),
         *_live_paths(scene, frame), *_peak_marker(scene, frame),
         *(_line(LEFT, RIGHT, frame.y(level.nbytes), level.line_kind) for level in scene.levels),
         *_peak_buffer_labels(scene),
     ]  # fmt: skip
-    return svg_picture(scene.title, elements)
+    return svg_picture(scene.heading, elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _legend(scene: PlanScene) -> str:
 
 def _peak_buffer_labels(scene: PlanScene) -> Iterator[str]:
     yield label(24, 608, "Largest at the peak", "start", f'font-weight="600" fill="{STRONG}"')
-    for k, b in enumerate(scene.peak_buffers[:NUM_NAMED_BUFFERS]):
+    for k, b in enumerate(scene.peak_buffers[0][:NUM_NAMED_BUFFERS]):
         y = 626 + 16 * k
         description = f"{printable_text(b.name, 60)} = {printable_text(b.op, 30)}, {b.category}"
         yield label(110, y, size_text(b.nbytes), "end")

@@ -14,17 +14,17 @@ from typing import Any, Unpack
 from packtrain.common.text import plural
 from packtrain.engine.memory_plan import Buffer, Plan, size_text
 from packtrain.planner.plan_view import scene as scenes
-from packtrain.planner.plan_view.scene import COLORS, NUM_PEAK_BUFFERS, PlanScene, printable_text
+from packtrain.planner.plan_view.scene import COLORS, PlanScene, printable_text
 
 MAX_LATER_NAMES = 6  # names shown of tensors that reuse a rectangle's bytes; others are counted
 
 
 def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
     """Return the HTML text of the page."""
-    scene = scenes.make_scene(plan, **about)
+    scene = scenes.PlanScene(plan, **about)
     script = asset_text(__package__, "page.js")
     sections = {
-        "title": escape(scene.title), "summary": escape(scene.summary), "reading": scenes.READING_HINT,
+        "title": escape(scene.heading), "summary": escape(scene.summary), "reading": scenes.READING_HINT,
         "seal": content_hash(script), "legend": _legend(scene), "owners": _peak_buffer_rows(scene),
         "bytes": _byte_rows(scene), "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
         "script": script,
@@ -96,7 +96,7 @@ def _swatch(category: str) -> str:
 def _peak_buffer_rows(scene: PlanScene) -> str:
     """Return table rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
     buffer_indices = {b: k for k, b in enumerate(scene.buffers)}
-    shown, remaining = scene.peak_buffers[:NUM_PEAK_BUFFERS], scene.peak_buffers[NUM_PEAK_BUFFERS:]
+    shown, remaining = scene.peak_buffers
     table_rows = [
         f'<tr data-buffer="{buffer_indices[b]}"><td class="name">{escape(printable_text(b.name))}'
         f"<td>{escape(printable_text(b.op))}"

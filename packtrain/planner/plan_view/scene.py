@@ -38,21 +38,35 @@ class SceneLevel:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class PlanScene:
-    """One memory space of a plan, with its unnamed arena and the memory around the arena.
+class SceneOptions(TypedDict, total=False):
+    """Optional keywords of a picture of a plan.
 
-    memory_rows      memory outside the arena
-    budget_nbytes    budget for the rows and the arena together
-    measured_memory  measured bytes of the process (rows and arena): the peak, or samples (step of the plan, bytes)
+    rows           (name, bytes, reason) of all memory outside the arena; by default weights and states
+    budget_nbytes  budget for the rows and the arena together
+    measured       measured bytes of the process: the peak, or samples (step of the plan, bytes)
     """
 
-    plan: Plan
-    space: str
     title: str
-    memory_rows: Sequence[MemoryRow]
     budget_nbytes: int | None
-    measured_memory: int | MemorySamples | None
+    rows: Sequence[MemoryRow] | None
+    measured: int | MemorySamples | None
+    space: str
+
+
+@dataclass(frozen=True)
+class PlanScene:
+    """One memory space of a plan, with its unnamed arena and the memory around it; fields as in SceneOptions."""
+
+    plan: Plan
+    space: str = "host"
+    title: str = "plan"
+    rows: Sequence[MemoryRow] | None = None
+    budget_nbytes: int | None = None
+    measured: int | MemorySamples | None = None
+
+    @property
+    def heading(self) -> str:
+        return printable_text(self.title)
 
     @property
     def arena(self) -> Arena:
@@ -78,6 +92,16 @@ class PlanScene:
         return np.asarray(change.cumsum(axis=1)[:, :-1])
 
     @property
+    def memory_rows(self) -> Sequence[MemoryRow]:
+        """Memory outside the arena; without `rows`, what the plan itself records."""
+        arena = self.arena
+        recorded_rows = [
+            ("weights", arena.weight_nbytes, "trained and frozen weights"),
+            ("state", arena.state_nbytes, "kept between runs"), ("constants", arena.constant_nbytes, "fixed values"),
+        ]  # fmt: skip
+        return [row for row in recorded_rows if row[1]] if self.rows is None else self.rows
+
+    @property
     def outside_nbytes(self) -> int:
         return sum(nbytes for _, nbytes, _ in self.memory_rows)
 
@@ -88,18 +112,16 @@ class PlanScene:
     @property
     def samples(self) -> list[tuple[float, int]]:
         """Return (step, bytes) of the measured memory, less bytes outside the arena; a peak alone gives a flat line."""
-        samples = self.measured_memory
-        if samples is None:
-            return []
+        samples = [] if self.measured is None else self.measured
         if isinstance(samples, int):
             samples = [(0, samples), (self.last, samples)]
         return [(step, max(nbytes - self.outside_nbytes, 0)) for step, nbytes in samples]
 
     @property
     def measured_peak(self) -> int | None:
-        if self.measured_memory is None or isinstance(self.measured_memory, int):
-            return self.measured_memory
-        return max((nbytes for _, nbytes in self.measured_memory), default=None)
+        if self.measured is None or isinstance(self.measured, int):
+            return self.measured
+        return max((nbytes for _, nbytes in self.measured), default=None)
 
     @property
     def measured_text(self) -> str:
@@ -150,9 +172,10 @@ class PlanScene:
         return " · ".join(facts)
 
     @property
-    def peak_buffers(self) -> list[Buffer]:
-        """The buffers alive at the peak, the largest first."""
-        return self.plan.peak(self.space)
+    def peak_buffers(self) -> tuple[list[Buffer], list[Buffer]]:
+        """The buffers alive at the peak, the largest first: those of the table, and the others."""
+        buffers = self.plan.peak(self.space)
+        return buffers[:NUM_PEAK_BUFFERS], buffers[NUM_PEAK_BUFFERS:]
 
     def share(self, nbytes: int) -> float:
         """Return the share that `nbytes` is of the bytes alive at the peak."""
@@ -162,36 +185,6 @@ class PlanScene:
         """Return the categories that occur, in their fixed order."""
         present_categories = {b.category for b in self.buffers}
         return [category for category in CATEGORIES if category in present_categories]
-
-
-class SceneOptions(TypedDict, total=False):
-    """Optional keywords of a picture of a plan.
-
-    rows           (name, bytes, reason) of all memory outside the arena; by default weights and states
-    budget_nbytes  budget for the rows and the arena together
-    measured       measured bytes of the process: the peak, or samples (step of the plan, bytes)
-    """
-
-    title: str
-    budget_nbytes: int | None
-    rows: Sequence[MemoryRow] | None
-    measured: int | MemorySamples | None
-    space: str
-
-
-def make_scene(
-    plan: Plan, space: str = "host", *, title: str = "plan", rows: Sequence[MemoryRow] | None = None,
-    budget_nbytes: int | None = None, measured: int | MemorySamples | None = None,
-) -> PlanScene:  # fmt: skip
-    """Build the scene of a plan; without `rows`, memory outside the arena is what the plan itself records."""
-    if rows is None:
-        arena = plan.arena(space)
-        all_rows = [
-            ("weights", arena.weight_nbytes, "trained and frozen weights"),
-            ("state", arena.state_nbytes, "kept between runs"), ("constants", arena.constant_nbytes, "fixed values"),
-        ]  # fmt: skip
-        rows = [row for row in all_rows if row[1]]
-    return PlanScene(plan, space, printable_text(title), rows, budget_nbytes, measured)
 
 
 def fullest_steps(live: np.ndarray, num_spans: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from packtrain.common.text import plural
 from packtrain.engine.memory_plan import Plan, size_text
 from packtrain.planner.plan_view import scene as scenes
-from packtrain.planner.plan_view.scene import CATEGORIES, COLORS, NUM_PEAK_BUFFERS, PlanScene
+from packtrain.planner.plan_view.scene import CATEGORIES, COLORS, PlanScene
 
 MARGIN = 11  # columns for the labels of the axis
 NUM_LINES = 14  # lines of the picture; each shows two rows
@@ -25,11 +25,11 @@ def terminal_text(
 ) -> str:
     """Return lines of at most `width` columns, at least 40. See SceneOptions for the other options."""
     width = max(width, 40)
-    scene = scenes.make_scene(plan, **about)
+    scene = scenes.PlanScene(plan, **about)
     column_steps = scenes.fullest_steps(scene.live_nbytes, width - MARGIN)
     heights = _category_grid(scene, column_steps)
     marks = _line_labels(scene)
-    lines = [scenes.printable_text(scene.title, width), *_summary_lines(scene, width)]
+    lines = [scenes.printable_text(scene.heading, width), *_summary_lines(scene, width)]
     for k in range(NUM_LINES):
         upper_row, below = heights[2 * NUM_LINES - 1 - 2 * k], heights[2 * NUM_LINES - 2 - 2 * k]
         cells = zip(upper_row.tolist(), below.tolist(), strict=True)
@@ -110,7 +110,7 @@ def _owners(scene: PlanScene, width: int) -> list[str]:
     arena = scene.arena
     heading = f"at the peak, op {arena.peak_step:,}, {size_text(arena.lower_bound)} are alive:"
     lines = textwrap.wrap(heading, width)
-    shown, remaining = scene.peak_buffers[:NUM_PEAK_BUFFERS], scene.peak_buffers[NUM_PEAK_BUFFERS:]
+    shown, remaining = scene.peak_buffers
     name_width = min(max((len(b.name) for b in shown), default=0), max(width - 48, 8))
     for b in shown:
         line_start = f"{size_text(b.nbytes):>10} {scene.share(b.nbytes):>6.1%}  {b.category:<10}  "

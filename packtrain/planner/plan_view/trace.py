@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtrain.engine.memory_plan import Buffer, Plan
-from packtrain.planner.plan_view.scene import PlanScene, make_scene, printable_text
+from packtrain.planner.plan_view.scene import PlanScene, printable_text
 
 TraceEvent = dict[str, Any]
 
@@ -18,8 +18,8 @@ def trace_json(plan: Plan, ops: Sequence[str] = ()) -> str:
     """Return the trace of all memory spaces as JSON text; `ops`, op names by step, become a track of their own."""
     events: list[TraceEvent] = []
     for process, arena in enumerate((a for a in plan.arenas if not a.name), 1):
-        scene = make_scene(plan, arena.space, title=arena.space)
-        events += [{"pid": process, **event} for event in _scene_events(scene, ops)]
+        scene_events = _scene_events(PlanScene(plan, arena.space), ops)
+        events += [{"pid": process, **event} for event in scene_events]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
 
 

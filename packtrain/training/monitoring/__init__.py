@@ -3,6 +3,7 @@
 Input: a record of numbers per step. It measures peak private memory, and knows nothing of models or training.
 """
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,7 +78,7 @@ class RunMonitor:
     def save(self) -> None:
         """Sync all records to the disk and draw the loss curve, as at each checkpoint."""
         for log_file in self.log_files:
-            log_file.sync()
+            os.fsync(log_file.file.fileno())
         write_text(self.folder / CURVE_FILE, self.curve.svg())
 
     def record_end(self, record: Mapping[str, Any]) -> None:
@@ -93,4 +94,4 @@ class RunMonitor:
     def __exit__(self, *error: object) -> None:
         self._peak_stack.close()
         for log_file in (*self.log_files, *filter(None, [self.samples_file])):
-            log_file.close()
+            log_file.file.close()

@@ -6,7 +6,6 @@ NaN). An unfinished last line of an interrupted run is skipped.
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,11 @@ class MetricsFile:
                     if record.get("event") != "end" and record.get("step", 0) <= after_step:
                         file.write(record_line(record).encode())
         mode = "w" if after_step is None else "a"
-        self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — see close
+        self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — RunMonitor closes it
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a line, flushed to the system."""
         self.file.write(record_line(record))
-
-    def sync(self) -> None:
-        """Return once all lines are on the disk."""
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def record_line(record: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ A file is a sequence of TFRecords (length, its checksum, bytes, their checksum),
 tensorboard/compat/proto/event.proto. Input: records as for metrics.jsonl; SCALARS are written.
 """
 
-import os
 import struct
 import time
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ class EventFile:
                 path.unlink()
             earlier_files = []
         file_number = int(earlier_files[-1].name.removeprefix(NAME)) + 1 if earlier_files else 1
-        self.file = open(folder / f"{NAME}{file_number:010}", "wb", buffering=0)  # noqa: SIM115 — see close
+        self.file = open(folder / f"{NAME}{file_number:010}", "wb", buffering=0)  # noqa: SIM115 — RunMonitor closes it
         self._write(_message(3, b"brain.Event:2"))
         if after_step is not None:
             self._write(_varint_field(2, after_step + 1) + _message(7, _varint_field(1, START)))
@@ -48,13 +47,6 @@ class EventFile:
         event_bytes = struct.pack("<Bd", 1 << 3 | 1, time.time()) + event
         size = struct.pack("<Q", len(event_bytes))
         self.file.write(size + _checksum(size) + event_bytes + _checksum(event_bytes))
-
-    def sync(self) -> None:
-        """Return once all events are on the disk."""
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
 
 
 # ---- fields of protocol buffers: number, value -> bytes ----------------------------------------------------------

@@ -36,7 +36,7 @@ def ops_page(results: Sequence[check_cases.CheckResult]) -> str:
 
 def op_columns(name: str) -> list[str]:
     """Return the columns of docs/ops.md that the registry knows for an op."""
-    text = (OPS[name].__doc__ if name in OPS else FUNCTIONS[name].function.__doc__) or ""
+    text = (OPS[name].__doc__ if name in OPS else FUNCTIONS[name].__doc__) or ""
     summary = CITATION.sub("", text.partition("\n")[0]).strip().rstrip("., ;") + "."
     kernels = ", ".join(sorted(OPS[name].kernels)) if name in OPS else "of its ops"
     return [

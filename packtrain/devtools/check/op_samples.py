@@ -1,6 +1,7 @@
 """Samples of ops, in every element type that an op takes, and of functions composed of ops; values for their leaves."""
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,19 +154,14 @@ class FunctionSample(NamedTuple):
     attrs: dict[str, Any]
 
 
-class CheckedFunction(NamedTuple):
-    """A function of tensors, and its samples: shapes of inputs, and attributes."""
-
-    function: Callable[..., Any]
-    sample_inputs: list[tuple[tuple[tuple[int, ...], ...], dict[str, Any]]]
-
-
-FUNCTIONS: dict[str, CheckedFunction] = {}
+# functions of tensors by name, and their samples: shapes of inputs, and attributes
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+SAMPLE_INPUTS = defaultdict[str, list[tuple[tuple[tuple[int, ...], ...], dict[str, Any]]]](list)
 
 
 def _add_sample(function: Callable[..., Any], *shapes: tuple[int, ...], **attrs: Any) -> None:
-    checked_function = FUNCTIONS.setdefault(function.__name__, CheckedFunction(function, []))
-    checked_function.sample_inputs.append((shapes, attrs))
+    FUNCTIONS[function.__name__] = function
+    SAMPLE_INPUTS[function.__name__].append((shapes, attrs))
 
 
 def concat(*tensors: Tensor, axis: int) -> Tensor:
@@ -199,9 +195,9 @@ _add_sample(ops.upscale, (2, 3, 4, 5), factor=3)
 
 def samples_of(name: str) -> list[FunctionSample]:
     """Build the sample calls with which a function made of several ops is checked."""
-    function, samples = FUNCTIONS[name], []
-    for shapes, attrs in function.sample_inputs:
+    samples = []
+    for shapes, attrs in SAMPLE_INPUTS[name]:
         leaves = tuple(input(f"x{i}", shape) for i, shape in enumerate(shapes))
-        y = function.function(*leaves, **attrs)
+        y = FUNCTIONS[name](*leaves, **attrs)
         samples.append(FunctionSample(y if isinstance(y, tuple) else (y,), leaves, attrs))
     return samples

@@ -110,11 +110,12 @@ def assigned(function):
 def compiled(path, *layouts):
     """Return a replayable kernel that calls a compiled function, named as in `norm.rms_norm`.
 
-    layouts  functions that lay out result and inputs in turn, such as `rows`, then names of attributes
+    layouts  functions that lay out results and inputs in turn, such as `rows`, then names of attributes
     """
     module_name, function_name = path.split(".")
 
-    def run_kernel(*arrays, **attrs):
+    def run_kernel(out, *inputs, **attrs):
+        arrays = *(out if isinstance(out, tuple) else (out,)), *inputs
         values = [layout(a) for layout, a in zip(layouts, arrays, strict=False)]
         values += [attrs[name] for name in layouts[len(arrays) :]]
         return run_replayable(getattr(getattr(kernels, module_name), function_name), *values)

@@ -6,9 +6,8 @@ values, sorted indices, and counts of equal values. None of these ops has a grad
 
 import numpy as np
 
-from packtrain import kernels
 from packtrain.dtypes import f32, f64, i32, i64
-from packtrain.engine.ops.arrays import assigned, compiled, f32_rows, flatten, rows, run_replayable
+from packtrain.engine.ops.arrays import assigned, compiled, f32_rows, flatten, rows
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import top_k_indices, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
@@ -106,9 +105,7 @@ def candidates_numpy(out, x, *, k):
     top_values[...] = np.take_along_axis(x, ids, -1)
 
 
-@candidates.kernel("cpu")
-def candidates_cpu(out, x, *, k):
-    return run_replayable(kernels.choosing.candidates, rows(out[0]), rows(out[1]), rows(x))
+candidates.kernel("cpu")(compiled("choosing.candidates", rows, rows, rows))
 
 
 @candidates.kernel("torch")

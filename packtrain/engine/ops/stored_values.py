@@ -8,7 +8,6 @@ the share of the codes that change is the addition in steps (dithering; Roberts 
 
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -114,9 +113,8 @@ def stored_sum_cpu(y, w, a, b, *, by, first, dither):
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
     """Return round(w + by * b @ a) as blocks for rows of w and b from row `first` on, as a step stores them."""
-    y, (type_number, rows) = np.empty_like(w), packed(w)
-    kernel_modules: Any = kernels
-    kernel_modules.requantize.add(packed(y)[1], rows, type_number, a, b, by, moved(DITHER), first)
+    y = np.empty_like(w)
+    stored_sum_cpu(y, w, a, b, by=by, first=first, dither=DITHER)
     return y
 
 

@@ -24,7 +24,6 @@ from packtrain.data.conversations import (
     build_samples,
     prepare_dataset,
 )
-from packtrain.data.conversations.build_samples import sources_of
 from packtrain.data.conversations.field_meanings import LOSS
 from packtrain.data.conversations.messages import Conversation
 from packtrain.data.conversations.record_formats import PlainText, RecordReader
@@ -81,7 +80,7 @@ def build_dataset(data: Path, model: Path, tmp_path: Path, **options: Any) -> Sa
     folder.mkdir()
     recipe = DatasetRecipe(data, model, options.pop("length", 100), **options)
     build_samples.write_dataset(recipe, folder, lambda sentence: None)
-    parts = splits_of(recipe.val_split, build_samples.sources_of(recipe))
+    parts = splits_of(recipe.val_split, find_sources(recipe.data, DATA_SUFFIXES))
     return read_dataset(folder, parts, Tokenizer(GGUF(model).metadata).vocab_size)
 
 
@@ -569,7 +568,10 @@ def test_runs_from_before_columns_could_be_named_know_their_data(tmp_path: Path,
     options = {**asdict(recipe), "data": "", "model": ""}
     del options["columns"]
     values = {k: v for k, v in GGUF(model).values.items() if k.startswith(VOCABULARY_KEYS)}
-    older = checksum((7, sorted(options.items()), plain_metadata(values)), sources_of(recipe))
+    older = checksum(
+        (7, sorted(options.items()), plain_metadata(values)),
+        find_sources(recipe.data, DATA_SUFFIXES),
+    )
     assert prepare_dataset(recipe, tmp_path / "cache", lambda sentence: None).fingerprint == older
 
 

@@ -73,10 +73,6 @@ class DatasetRecipe:
     columns: str | None = None
 
 
-def sources_of(recipe: DatasetRecipe) -> tuple[SourceFile, ...]:
-    return find_sources(recipe.data, DATA_SUFFIXES)
-
-
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
@@ -87,7 +83,7 @@ def write_dataset(
         maker = SampleBuilder(recipe, file.metadata, renderer_room)
     except InputError as error:
         raise InputError(f"{recipe.model}: {error}") from None
-    sources = sources_of(recipe)
+    sources = find_sources(recipe.data, DATA_SUFFIXES)
     split = 0.0 if any(source.split for source in sources) else recipe.val_split
     splits = documents.splits_of(recipe.val_split, sources)
     splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0

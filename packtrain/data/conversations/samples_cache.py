@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.common.errors import InputError
-from packtrain.data.conversations.build_samples import NOTES_FILE, DatasetRecipe, sources_of
+from packtrain.data.conversations.build_samples import NOTES_FILE, DatasetRecipe
 from packtrain.data.conversations.conversation_renderer import WEIGHTLESS
 from packtrain.data.text.corpus_cache import checksum, plain_metadata
-from packtrain.data.text.documents import TRAIN, VALID, splits_of, unread_notes
+from packtrain.data.text.documents import TRAIN, VALID, find_sources, splits_of, unread_notes
 from packtrain.data.text.field_names import ALIASES
+from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.data.text.token_files import TokenizedSamples, read_samples
 from packtrain.data.token_cache import ReportProgress, read_or_build
 from packtrain.data.tokenizer import KEYS
@@ -49,7 +50,7 @@ def prepare_dataset(
     """Return the samples of a recipe, cached in a folder of `cache`. Raises InputError, and as `build_folder`."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
-    sources, file = sources_of(recipe), GGUF(recipe.model)
+    sources, file = find_sources(recipe.data, DATA_SUFFIXES), GGUF(recipe.model)
     options = {**asdict(recipe), "data": "", "model": ""}
     values = {key: value for key, value in file.values.items() if key.startswith(VOCABULARY_KEYS)}
     if recipe.columns is None:  # as in runs from before the option existed

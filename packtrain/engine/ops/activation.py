@@ -77,6 +77,7 @@ def _declare_gated(gated, gated_back, gelu, numpy_terms, torch_activation, torch
         torch_back(out[0], dy * up, gate)
         out[1].copy_(dup)
 
+    gated.vjp(lambda dy, y, gate, up: gated_back(dy, gate, up))
     gated.kernel("numpy")(assigned(lambda gate, up: gate * numpy_terms(gate)[0] * up))
     gated_back.kernel("numpy")(back_numpy)
     kernels_by_op = {gated: (run_cpu, run_torch), gated_back: (back_cpu, back_torch)}
@@ -104,8 +105,6 @@ def _gelu_back_torch(dx, dy, x):
     dx.copy_(torch.ops.aten.gelu_backward(dy, x, approximate="tanh"))
 
 
-swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
-geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
 _declare_gated(swiglu, swiglu_back, False, _silu_terms, _silu_torch, silu_back_torch)
 _declare_gated(geglu, geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
 

@@ -43,9 +43,10 @@ q4_0.codes(8, code_offset=8)(codes_of_32(q4_0))
 q4_1.codes(15)(codes_of_32(q4_1))
 q5_0.codes(16, code_offset=16)(codes_of_32(q5_0))
 q5_1.codes(31)(codes_of_32(q5_1))
+SCALED_BY_HALVES = DtypeFamily((q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl))
 
 
-@DtypeFamily((q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl)).scales
+@SCALED_BY_HALVES.scales
 def scales(dtype):
     nbytes, has_offset = dtype.block_nbytes, dtype.layout.low is None
 

@@ -52,14 +52,14 @@ def test_modules_import_names_from_where_they_are_defined_or_from_a_package():
         module: {a.name for n in nodes for a in n.names if a.asname != a.name}
         for module, nodes in imports.items()
     }
-    found = [
+    strangers = [
         f"{module}: {alias.name} from {node.module}"
         for module, nodes in imports.items()
         for node in nodes
         for alias in node.names
         if alias.name in passed_on.get(node.module, ())
     ]
-    assert found == []
+    assert strangers == []
 
 
 @pytest.mark.parametrize("module", DECLARING, ids=lambda module: module.__name__)

@@ -23,7 +23,7 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def check_space(
     job: TrainingJob, plans: TrainingPlans, extra_files: Iterable[tuple[Path, str, int]] = ()
 ) -> None:
-    """Raise DiskFull, which lists the bytes of each file, if a disk has too little room for a run."""
+    """Raise DiskFull, which lists bytes, if a disk lacks room for a run and `extra_files` (path, label, bytes)."""
     files_by_disk: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
     for path, description, nbytes in chain(run_files(job, plans), extra_files):
         folder = path.parent if path.parent.exists() else path.parent.parent

@@ -45,7 +45,7 @@ def loss_executor(
 def loss_plan(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> tuple[Placed, Plan]:
-    """Plan the graph that `loss_executor` runs."""
+    """Place the graph of `transformer.loss` for `rows` × `time` tokens on devices; returns it and its memory plan."""
     leaves = transformer.weights(model.config, model.matrix_dtypes())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)
@@ -53,7 +53,7 @@ def loss_plan(
 
 
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    """Yield for each batch the losses (N,) f32 of the targets that have a weight, in order."""
+    """Run batches, and yield for each the losses (N,) f32 of its targets with a weight above 0, in order."""
     for batch in batches:
         yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
 

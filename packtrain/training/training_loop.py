@@ -44,7 +44,7 @@ class TrainingLoop:
             self.job.model.init_weights(session)
             return
         before, now = checkpoint.about.get("optimizer", "adamw"), self.job.settings.optimizer
-        checkpoint_shards.restored(session, self.engine.plans, checkpoint, moments=before == now)
+        checkpoint_shards.restore(session, self.engine.plans, checkpoint, moments=before == now)
         checkpoint.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
         self.progress = replace(checkpoint.progress, shuffled=self.job.train.shuffle_key)
         if before != now:
@@ -156,13 +156,15 @@ class TrainingLoop:
         checkpoints.save(self.checkpoint, self.progress, self.job.about(), arrays)
         if isinstance(arrays, checkpoint_shards.GatheredArrays):
             arrays.finish()
-        self._keep(self.job.settings.save_name, lambda to: checkpoints.copy(self.checkpoint, to))
+        self._save_as(self.job.settings.save_name, lambda to: checkpoints.copy(self.checkpoint, to))
         view = self.engine.session.view
-        self._keep(self.job.settings.save_model, lambda to: self.job.model.save_weights(to, view))
+        self._save_as(
+            self.job.settings.save_model, lambda to: self.job.model.save_weights(to, view)
+        )
         self.events.checkpoint_saved(self.checkpoint)
 
-    def _keep(self, pattern: str, write_file: Callable[[Path], object]) -> None:
-        """Write a file whose name has the number of the step, and link it as the latest."""
+    def _save_as(self, pattern: str, write_file: Callable[[Path], object]) -> None:
+        """Write a file named by `pattern` with the step for ITERATION, and link it with LATEST; "" writes nothing."""
         if not pattern:
             return
         numbered_path, latest_path = (

@@ -42,8 +42,8 @@ def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
     return block.saved(block.named("altup_predicted", ops.matmul(rates, ops.transpose(h), h)))
 
 
-def corrected(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
-    """Move predicted streams (..., S, C) by y - predicted stream 0, each stream at its own rate; y is (..., C)."""
+def correct(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
+    """Correct predicted streams (..., S, C) by the error y - stream 0, at learned rates; y (..., C): stream 0's."""
     correction_rates = block.linear("altup_correct_coef", route_stream(block, y))
     correction_rates = ops.scale(correction_rates, by=1.0, bias=1.0)
     short = block.saved(ops.sub(y, one(predicted)))

@@ -34,7 +34,7 @@ class CacheLayout:
         return self.max_sequence_tokens or self.num_cells
 
     def pool(self, config: Config, i: int) -> str:
-        """Return the pool of cells that block i uses, "ring_" or "cell_": the prefix of its inputs' names."""
+        """Return whose KV cells block i uses: "ring_" (a window's, reused) or "cell_", a prefix of input names."""
         return "ring_" if self.ring and config.visible_tokens_of(i) else "cell_"
 
     def num_cells_of(self, pool: str) -> int:
@@ -105,7 +105,7 @@ def generation(
 def cell_mixer(
     config: Config, cache: CacheLayout, pos: Tensor, line: Tensor, cache_handles: list[Tensor]
 ) -> Mixer:
-    """Return a Mixer in which new tokens see their sequence's cells; appends updated handles to `cache_handles`."""
+    """Return a Mixer that reads and writes the KV cache; the written cache's handles are added to `cache_handles`."""
     (time,) = pos.shape
     places = {pool: pool_inputs(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
@@ -146,7 +146,7 @@ def _attend_cells(
     config: Config, cache: CacheLayout, at: tuple[Tensor, Tensor], inputs_by_pool: Mapping[str, tuple[Tensor, ...]],
     cache_handles: list[Tensor],
 ) -> Attend:  # fmt: skip
-    """Return the attention of new tokens, with positions and lines `at`, over the cells of their sequences."""
+    """Return attention of new tokens with positions and lines `at`; a line lists the cells of a token's sequence."""
     pos, line = at
     kv_handles = dict[int, list[Tensor]]()
 

@@ -53,7 +53,7 @@ class RopeScaling:
 
     @property
     def attention_growth(self) -> float:
-        """Return the factor of queries and keys from narrow vectors in scores: deepseek2.cpp."""
+        """Return rope scaling's factor of queries, and of keys, in latent attention's (MLA) scores: deepseek2.cpp."""
         log_growth = _log_growth(self.divisor) if self.type != "yarn" else 1.0
         # the key has a tenth of the multiplier
         length_growth = 1.0 + self.log_multiplier * math.log(self.divisor)
@@ -335,7 +335,7 @@ def linear_scaling(freq_scale: float) -> RopeScaling:
 
 
 def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> None:
-    """Report what a context means to the model. Raises InputError if its learned positions are fewer."""
+    """Warn of a context beyond the trained, or with long rope factors. Raises InputError beyond learned positions."""
     trained_context, short = config.context_length, config.short_context
     if ctx > trained_context and config.traits.learned_positions:
         raise InputError(

@@ -35,7 +35,7 @@ class DistillationLoss:
     top: int = 16  # how many of the teacher's likeliest tokens count
 
     def numbers(self, time: int) -> int:
-        """Return how many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
+        """Return how many 4-byte numbers a row of `time` tokens adds to the inputs, from which memory is planned."""
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:

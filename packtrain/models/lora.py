@@ -39,7 +39,7 @@ class Lora:
         return lora_scale(self.alpha, rank)
 
     def scale_inputs(self) -> dict[tuple[int, ...], str]:
-        """Return names of inputs (T, rank), the scales of tokens for rows of A, by the adapters that own these rows."""
+        """Return inputs (T, rank) with a scale for each token and row of A: {the rows' adapters: input's name}."""
         distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
@@ -67,7 +67,7 @@ def lora_scale(alpha: float, rank: int) -> float:
 
 
 def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of A and B of this rank for a tensor of the base."""
+    """Return the shapes of LoRA's A and B of this rank for a base tensor of this shape."""
     *experts, num_rows, row_width = shape
     if name == EMBEDDING:
         return (num_rows, rank), (row_width, rank)

@@ -23,7 +23,7 @@ WINDOW_WIDTHS = "attention.key_length_swa", "attention.value_length_swa", "rope.
 def kinds(
     keys: MetadataReader, gguf: GGUF, blocks: int, window_fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Read the Config fields by which blocks differ; `window_fields` are those of windows."""
+    """Read the Config fields of sizes that differ from block to block; `window_fields` says which have a window."""
     if not keys.architecture.has_uneven_blocks:
         return {}
     pattern, every = window_fields["window_pattern"], keys.architecture.key_defaults[WINDOW_PATTERN]
@@ -61,7 +61,7 @@ def kinds(
 
 
 def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
-    """Return a size for each block, from one number or an array."""
+    """Return a size for each block, from one number or an array in the file."""
     value = keys.get(key)
     if not isinstance(value, np.ndarray):
         return [keys.size(key)] * blocks

@@ -36,11 +36,11 @@ class ReplayLoss:
 
     @property
     def mark(self) -> str:
-        """The text that files of a run are checked by; its words are those of files that exist."""
+        """Text saved beside the texts, and compared on resume; another wording would not match existing files."""
         return f"Replay(length={self.length}, weight={self.weight}, texts={self.num_texts}, width={self.head_width})"
 
     def numbers(self, time: int) -> int:
-        """Return how many numbers of 4 bytes the inputs of a row hold."""
+        """Return how many 4-byte numbers a row of `time` tokens adds to the inputs, from which memory is planned."""
         return (self.head_width + 2) * min(self.length, time)
 
     @property

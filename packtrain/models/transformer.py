@@ -182,7 +182,7 @@ def layer_embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> T
 def mixed(
     config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *token_positions: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute the attention of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
+    """Compute block i's attention over a batch, fused or written out; positions are q_pos, k_pos, q_seq and k_seq."""
     rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
     if config.flash:
         y = ops.attention(q, k, v, q_pos, k_pos, q_seq, k_seq, None, sinks, **rule)[0]

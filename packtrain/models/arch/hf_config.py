@@ -133,7 +133,7 @@ class HFConfig:
         return []
 
     def require_window_interval(self, window_interval: int, blocks: int) -> None:
-        """Raise InputError unless all blocks but every N-th have a window."""
+        """Raise InputError unless windows are in all blocks but every N-th (`window_interval`), or not stated."""
         expected = [(i + 1) % window_interval != 0 for i in range(blocks)]
         if self.layer_windows(blocks) not in ([], expected):
             requirement = f"windows but for every {window_interval}th block"

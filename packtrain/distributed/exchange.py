@@ -141,7 +141,7 @@ class Exchange:
                     piece.copy_(place)
 
     def _room_views(self, count: int) -> tuple[Any, Any]:
-        """Return room for `count` numbers to each rank, and room for `count` numbers from each."""
+        """Return views (ranks, count) of the buffers to send from and to receive into: a row for each rank."""
         outgoing, incoming = (r[: count * self.world_size] for r in (self.send_room, self.theirs))
         return outgoing.view(self.world_size, count), incoming.view(self.world_size, count)
 
@@ -168,7 +168,7 @@ def gather_function(dist: Any) -> Any:
 
 
 def rooms_nbytes(ranks: int, device: str) -> int:
-    """Return the bytes of a device for numbers to and from other ranks; the host's are part of the baseline."""
+    """Return the bytes of a GPU's buffers for exchanges with other ranks; 0 for the host, whose baseline has them."""
     return 4 * NUM_ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and sends_from_device(device))
 
 
@@ -185,7 +185,7 @@ def split_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[ArrayRun]]:
-    """Yield runs of consecutive arrays in order, as lists of at most `max_numbers` numbers together."""
+    """Cut arrays into runs (index, start, end); yields lists of runs of at most `max_numbers` numbers together."""
     runs, remaining_numbers = list[ArrayRun](), max_numbers
     for array_index, array_length in enumerate(array_lengths):
         run_start = 0
@@ -203,7 +203,7 @@ def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[Array
 def _places(
     pieces: Sequence[Any], buffer: Any, runs: Sequence[ArrayRun] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield each piece with its place in a flat buffer: side by side, or as far apart as the runs are long."""
+    """Yield each piece with its slice of a flat buffer: one after the other, or as far apart as the runs are long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     offset = 0
     for piece, length in zip(pieces, lengths, strict=True):

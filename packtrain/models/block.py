@@ -18,10 +18,8 @@ def transformer_block(
     config: Config, w: Weights, i: int, h: Tensor, rope_tables: RopeTables, mixer: Mixer,
     embeddings: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute one block: h (..., C) -> (..., C); embeddings (..., L, P) if each block has some for itself.
-
-    With several streams, h is (..., S, C), and the block computes with the first.
-    """
+    """Compute block i of the residual stream h (..., C), or of several (..., S, C), of which the block computes with
+    the first. `embeddings` (..., L, P): each token's embedding for each block, in models that have them."""
     block, compute = BlockBuilder(config, w, i), mixer.compute or compute_block
     if config.traits.num_streams:
         guess = altup.predict_streams(block, h)

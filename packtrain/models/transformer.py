@@ -41,10 +41,8 @@ class AttentionAttrs(TypedDict):
 
 
 def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
-    """Return the model's weight leaves by GGUF name; `dtypes` has the element types that are not f32.
-
-    LoRA adapters come last. Graphs of the same model share leaves, which are made once.
-    """
+    """Return the model's weights as graph leaves by GGUF name, LoRA adapters last; `dtypes` has the element types that
+    are not f32. Graphs of the same model share leaves, which are made once."""
     return dict(_weight_leaves(config, tuple(dtypes.items())))
 
 
@@ -194,10 +192,8 @@ def mixed(
 def batch_mixer(
     config: Config, pos: Tensor, seq: Tensor, keys_values: KeysAndValues | None = None
 ) -> Mixer:
-    """Return a Mixer in which tokens see earlier tokens of their row and sequence.
-
-    keys_values  filled with keys and values by block
-    """
+    """Return a Mixer for batches without a cache: tokens see earlier tokens of their row and sequence (equal `seq`).
+    `keys_values` is filled with each block's keys and values."""
     keys_values = {} if keys_values is None else keys_values
 
     def attend(

@@ -45,10 +45,8 @@ def default_alpha(rslora: bool, rank: int) -> float:
 
 
 def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: int) -> TuneSettings:
-    """Return the settings with defaults for learning rate, batch size and epochs.
-
-    examples, num_rows  of the training data; several short examples share a row
-    """
+    """Return the settings with defaults for learning rate, batch size and epochs, by the model's width and the training
+    data: `examples` of them share `num_rows` rows."""
     if settings.lr is None and settings.optimizer != "lbfgs" and not resumes_run(settings):
         settings = replace(settings, lr=default_rate(settings, width))
     num_epochs = settings.epochs

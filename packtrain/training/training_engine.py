@@ -282,11 +282,9 @@ def evaluate(
     run: Executor, batches: Iterable[Batch], preference: PreferenceLoss | None = None, world: World = SINGLE_PROCESS,
     eog_ids: Sequence[int] = (),
 ) -> ValidationResult:  # fmt: skip
-    """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`.
-
-    Ids in `eog_ids` are also counted by themselves. The ranks of the world take batches in turn, and the result has
-    the bits of one process.
-    """
+    """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`;
+    ids in `eog_ids` are also counted by themselves. The ranks take batches in turn, and the result has the bits of one
+    process."""
     if preference is not None:
         return _evaluate_pairs(run, batches, preference, world)
     results: list[Any] = _share_out(batches, world, lambda batch: _batch_sums(run, batch, eog_ids))

@@ -62,7 +62,7 @@ class StreamBlock:
 
 
 class StreamPair:
-    """Both streams of some batches, between two blocks.
+    """The residual streams of all batches, exact (x) and merged (z), which advance through a model block by block.
 
     adapted  the model with unmerged adapters of its blocks
     merged   matrices mapped from the file that is being written: each is read only after its final values are there
@@ -91,7 +91,7 @@ class StreamPair:
         return self.stream_graphs.build_block(i)
 
     def moments(self, site: MatrixInput, columns: slice, expert: int | None = None) -> InputMoments:
-        """Return sums over all tokens, or over those of one expert, of some columns of a site's input."""
+        """Sum over all tokens, or over those of one expert, ZᵀZ and (X - Z)ᵀZ of some columns of a matrix's input."""
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
@@ -206,7 +206,7 @@ class StreamGraphs:
 
 
 def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
-    """Return the inputs of the matrices that only the merged stream has, in computed order."""
+    """Find the inputs of the matrices that differ in the merged stream, in computed order, in the block's graph."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):

@@ -69,7 +69,7 @@ class AdapterMerge:
 
     @property
     def sizing_model(self) -> ModelFile:
-        """A model of the sizes of `adapted`, with the values of the first adapter of each matrix, for planning."""
+        """A stand-in for `adapted` in memory planning; of several adapters of a matrix it has only the last."""
         pairs = {n: pair for adapter, _ in self.adapters for n, pair in adapter.lora_pairs.items()}
         block_pairs = {name: pair for name, pair in pairs.items() if name.startswith("blk.")}
         ranks = tuple((name, b.shape[-1]) for name, (_, b) in block_pairs.items())

@@ -30,7 +30,7 @@ class RowGrid:
     table: np.ndarray | None = None
 
     def nearest_codes(self, steps: np.ndarray) -> np.ndarray:
-        """Return the nearest codes of values in steps, f32 or integers."""
+        """Return the codes nearest to values (x - low) / step: as f32, or with a table as integers."""
         if self.table is None:
             codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.num_levels - 1))
         else:
@@ -38,7 +38,7 @@ class RowGrid:
         return codes
 
     def code_steps(self, codes: np.ndarray) -> np.ndarray:
-        """Return u8 codes as values in steps, a new f32 array."""
+        """Return what u8 codes stand for before step and low are applied, as a new f32 array."""
         return codes.astype(np.float32) if self.table is None else self.table[codes]
 
 

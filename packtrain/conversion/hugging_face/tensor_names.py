@@ -209,7 +209,9 @@ def convert_tensors(
     for i in range(config.block_count):
         tensors += _block_tensors(sources, i, config, family)
     norm = f"{names.prefix}{names.norm}"
-    tensors += _both(sources, norm, config.traits.last_norm, (width,), config, family.norm_shift)
+    tensors += _with_bias(
+        sources, norm, config.traits.last_norm, (width,), config, family.norm_shift
+    )
     tensors += _head_tensors(sources, embedding, config)
     sources.check_all_used()
     changes = family.changes(checkpoint.config, config)
@@ -229,7 +231,7 @@ def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Confi
         reason = "files of its architecture have no head of their own"
         raise InputError(f"{sources.folder}: {name} is not the embedding; {reason}")
     else:
-        yield from _both(sources, HEAD_PREFIX[:-1], "output", embedding.shape, config)
+        yield from _with_bias(sources, HEAD_PREFIX[:-1], "output", embedding.shape, config)
 
 
 def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
@@ -248,7 +250,7 @@ def _part_name(name: str) -> str:
     return (name.split(".", 2)[2] if name.startswith("blk.") else name).removesuffix(".weight")
 
 
-def _both(
+def _with_bias(
     sources: _Sources, module: str, name: str, shape: Shape, config: Config, shift: float = 0.0
 ) -> Converted:
     """Yield a weight, and its bias if the model has one."""

@@ -105,10 +105,8 @@ class ConversationRenderer:
         self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
     def _find_thoughts(self, replies: tuple[Message, Message]) -> tuple[str, tuple[str, str]]:
-        """Return the field from which the template reads thoughts, and its texts before and after them; "" if none.
-
-        Some templates render thoughts only before tool calls.
-        """
+        """Return the message field from which the template reads thoughts, and its texts before and after them; "" if
+        none. Some templates render thoughts only before tool calls."""
         for reply, name in product(replies, THOUGHTS):
             if not self._shows([ASK, {**reply, name: PROBE}]):
                 continue
@@ -205,11 +203,8 @@ class ConversationRenderer:
     def prompt(
         self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
     ) -> str:  # fmt: skip
-        """Render the text up to the next answer.
-
-        variables  variables of the template, beside its own
-        begins     whether the text includes the beginning of the answer
-        """
+        """Render the text up to the next answer, with `variables` of the template; `begins`: and the answer's
+        beginning."""
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 

@@ -100,9 +100,7 @@ def _split(*steps: int) -> PatternInstruction:
 
 def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Return each pattern's table of steps, [state, class] as kernels.splitting reads it, and each character's class.
-
-    State 0 is the end, state 1 the beginning.
-    """
+    State 0 is the end, state 1 the beginning."""
     step_tables = [_step_table(pattern, alphabet) for pattern in patterns]
     joined = np.vstack(step_tables)
     _, first_columns, column_classes = np.unique(

@@ -64,7 +64,7 @@ class Encoding:
         raise NotImplementedError
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether a text can be cut at a place, whatever comes before and after."""
+        """Whether a text cut at text[at] has the same ids in two parts, whatever surrounds the text."""
         return False
 
     def piece(self, token: bytes) -> bytes:

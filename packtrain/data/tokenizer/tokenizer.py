@@ -95,7 +95,7 @@ class Tokenizer:
             yield self._encode_parts(text_parts)
 
     def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[TextParts, bool]]:
-        """Regroup pieces (text, whether the text ends with it) to parts whose ids depend on nothing else."""
+        """Regroup pieces (text, whether a text ends with it) so that each result can be encoded on its own."""
         buffer, prefix = "", self.add_space_prefix
         for piece, is_last in pieces:
             old_length, buffer = len(buffer), buffer + _check_text(piece)

@@ -248,10 +248,8 @@ def _make_run(
 def _with_schedule(
     callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
 ) -> Callbacks:
-    """Return the callbacks with a `before` that sets the learning rate of each step.
-
-    A name is a schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate.
-    """
+    """Return the callbacks with a `before` that sets the learning rate of each step. A name is a schedule of `train`:
+    warm-up over a twentieth of the steps, then decay to a hundredth of the rate."""
     if schedule is None:
         return callbacks
     if schedule not in SCHEDULE_NAMES and not callable(schedule):

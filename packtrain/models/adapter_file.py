@@ -45,7 +45,7 @@ class Adapter:
         return lora_scale(self.alpha, self.lora_pairs[name][1].shape[-1])
 
     def delta_rows(self, name: str, row_start: int, row_stop: int) -> np.ndarray:
-        """Return rows row_start:row_stop of scale * B A in f32; rows of experts follow each other."""
+        """Return rows row_start:row_stop of scale * B A, f32; in a stack of experts, rows count through all experts."""
         a, b = self.lora_pairs[name]
         adapter_scale = np.float32(self.scale_of(name))
         if name == EMBEDDING:

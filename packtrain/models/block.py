@@ -23,9 +23,11 @@ def transformer_block(
     block, compute = BlockBuilder(config, w, i), mixer.compute or compute_block
     if config.traits.num_streams:
         guess = altup.predict_streams(block, h)
-        h = altup.correct(block, guess, compute(block, altup.one(guess), rope_tables, mixer))
-        first = ops.mul(altup.one(h), block.weight("altup_correct_scale"))
-        return h if embeddings is None else altup.added(h, embedded(block, first, embeddings))
+        h = altup.correct(block, guess, compute(block, altup.stream_at(guess), rope_tables, mixer))
+        first = ops.mul(altup.stream_at(h), block.weight("altup_correct_scale"))
+        return (
+            h if embeddings is None else altup.add_to_others(h, embedded(block, first, embeddings))
+        )
     h = compute(block, h, rope_tables, mixer)
     h = h if embeddings is None else ops.add(embedded(block, h, embeddings), h)
     return ops.mul(h, block.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h

@@ -40,10 +40,8 @@ class RopeScaling:
         return 1.0 if self.type == "none" else self.factor
 
     def magnitude(self, divisor: float, is_latent: bool = False) -> float:
-        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp.
-
-        is_latent  heads are made from narrow vectors; with a multiplier, the scale of scores grows instead
-        """
+        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp. If heads
+        are made from narrow vectors (`is_latent`) and there is a multiplier, the scale of scores grows instead."""
         if self.type != "yarn":
             return self.attn_factor
         growth = _growth(self.factor, 1.0)
@@ -62,7 +60,8 @@ class RopeScaling:
     def blend(
         self, rotated_width: int, base: float, trained_context: int, truncate: bool = True
     ) -> tuple[float, float] | None:
-        """Return YaRN's ramp: pairs before its start keep their frequency, pairs after its end are divided."""
+        """Return YaRN's ramp (start, end), else None: rope pairs before keep their frequency, those after are
+        divided."""
         if self.type != "yarn":
             return None
 

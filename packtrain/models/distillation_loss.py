@@ -64,10 +64,8 @@ class DistillationLoss:
         )
 
     def row_weights(self, logits: np.ndarray) -> np.ndarray:
-        """Return the weights of the head's rows, (N, top + 1) f32: 1 for the target, -p for the teacher's tokens.
-
-        logits  (N, top)  logits of the teacher, the largest first
-        """
+        """Return the weights of the head's rows, (N, top + 1) f32: 1 for the target, -p for the teacher's tokens, from
+        their logits (N, top), the largest first."""
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)
@@ -85,7 +83,7 @@ def _mix_rows(row_table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
     return mixed_rows
 
 
-def reading(
+def teacher_graphs(
     config: Config, w: Weights, time: int, num_rows: int, top: int, shared_vocab_size: int
 ) -> dict[str, dict[str, Tensor]]:
     """Return a teacher's graphs: `read` computes `hidden` states (1, time, C), `likely` the likeliest next tokens.

@@ -39,7 +39,8 @@ class Lora:
         return lora_scale(self.alpha, rank)
 
     def scale_inputs(self) -> dict[tuple[int, ...], str]:
-        """Return inputs (T, rank) with a scale for each token and row of A: {the rows' adapters: input's name}."""
+        """Return the graph inputs (T, rank) by which each token has its own scales, {adapters that own A's rows:
+        input's name}; tensors whose rows belong to the same adapters share an input."""
         distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 

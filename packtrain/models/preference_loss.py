@@ -91,7 +91,7 @@ class PreferenceLoss:
 
     # ---- on the host
 
-    def judged(
+    def loss_and_rewards(
         self, logps: np.ndarray, reference: np.ndarray, token_shares: np.ndarray | float = 1.0
     ) -> dict[str, np.ndarray]:
         """Compute for each pair, in f64 on the host: `loss`, and the rewards beta * (s - r), `chosen` and `rejected`.

@@ -18,14 +18,14 @@ ALL_ROWS = "keys", "values", "positions", "sequences"  # what attention reads of
 
 
 def can_tile(config: Config) -> bool:
-    """Whether blocks can be tiled: dropout numbers all rows, and aware training would store W once per tile."""
+    """Whether blocks can run in tiles of rows: not with dropout, which numbers all rows, nor with --aware."""
     return config.lora is None or not (config.lora.dropout or config.lora.aware)
 
 
 class TiledBlocks:
     """Computes blocks for tokens at positions `pos` of sequences `seq`, both (B, T), in `count` tiles of T / count.
 
-    attend  as transformer.mixed
+    attend  as transformer.attend_batch
     """
 
     def __init__(self, attend: Callable[..., Tensor], pos: Tensor, seq: Tensor, count: int) -> None:

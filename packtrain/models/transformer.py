@@ -177,7 +177,7 @@ def layer_embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> T
     return named("per_layer_inputs", layer_inputs)
 
 
-def mixed(
+def attend_batch(
     config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *token_positions: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute block i's attention over a batch, fused or written out; positions are q_pos, k_pos, q_seq and k_seq."""
@@ -201,7 +201,9 @@ def batch_mixer(
     ) -> Tensor:
         if k is not None and v is not None:
             keys_values[i] = k, v
-        return mixed(config, i, q, *keys_values[config.source_of(i)], sinks, pos, pos, seq, seq)
+        return attend_batch(
+            config, i, q, *keys_values[config.source_of(i)], sinks, pos, pos, seq, seq
+        )
 
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
         return ops.short_conv(x, filters, seq)
@@ -340,7 +342,7 @@ def cross_entropy(
 def residual_stream_in_parts(
     config: Config, w: Weights, batch: tuple[Tensor, ...], num_parts: int, num_row_tiles: int = 1
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, as parts, the last part first."""
+    """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, in parts of the batch, last first."""
     rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
 
     def part_stream(part_index: int) -> Iterator[Tensor]:
@@ -353,7 +355,9 @@ def residual_stream_in_parts(
             part_weights = {**w, KEY: ops.reshape(key, shape=(3,))}
         mixer = batch_mixer(config, pos, seq)
         if num_row_tiles > 1:
-            mixer = replace(mixer, compute=TiledBlocks(mixed, pos, seq, num_row_tiles).compute)
+            mixer = replace(
+                mixer, compute=TiledBlocks(attend_batch, pos, seq, num_row_tiles).compute
+            )
         return residual_stream(config, part_weights, tokens, pos, mixer, num_tokens)
 
     return zip(*(part_stream(part_index) for part_index in reversed(range(num_parts))), strict=True)

@@ -70,7 +70,7 @@ class TrainingProgress:
     def validated(
         self, loss: float, eog_counts: tuple[int, int] = (0, 0), best: bool = False
     ) -> "TrainingProgress":
-        """Return the progress after a validation; `best`: the result will be the best step, which `ends` is then of."""
+        """Return the progress after a validation; with `best`, `ends` stays that of the best step, the result."""
         if loss < self.best:
             return replace(
                 self, best=loss, stale=0, best_step=self.step, last=loss, ends=eog_counts

@@ -27,7 +27,8 @@ class NoGradient(ArithmeticError):
 def check_gradients(
     job: TrainingJob, engine: TrainingEngine, report: Callable[[str], None]
 ) -> None:
-    """Run a probe step and raise NoGradient for trained tensors that it leaves unchanged; report unreached experts."""
+    """Run one step, and raise NoGradient for trained tensors that it leaves unchanged; report experts that no token
+    reaches. Afterwards all weights have their initial values again."""
     session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained_names
     for name in (name for name in names if name.endswith(B)):

@@ -25,10 +25,8 @@ def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU,
     resident: str | None = None,
 ) -> Executor:  # fmt: skip
-    """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss.
-
-    resident  limit of this process and the pages of the model in memory, together, as of Context
-    """
+    """Create an executor that returns the `losses` of batches, see transformer.loss, with weights mapped from the
+    model's file. `resident` limits this process and the file's pages in memory, together, as of Context."""
     placed, plan = loss_plan(model, rows, time, chunk, skipped, target)
     available_nbytes = total_nbytes()
     if plan.arena().nbytes > available_nbytes:

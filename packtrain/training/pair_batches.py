@@ -82,7 +82,9 @@ def pair_measures(
     """Return arrays over a batch's pairs, `loss` and the rewards `chosen` and `rejected`, from `logps` (rows, 2P)."""
     reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
     shares = batch[SHARES][batch[PAIRS] > 0] if preference.needs_shares else 1.0
-    return preference.judged(pair_logps(logps, batch), pair_logps(reference_logps, batch), shares)
+    return preference.loss_and_rewards(
+        pair_logps(logps, batch), pair_logps(reference_logps, batch), shares
+    )
 
 
 def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:

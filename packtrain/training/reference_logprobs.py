@@ -58,7 +58,7 @@ def compute_reference_logps(
 def _compute(
     job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
 ) -> Iterator[int]:
-    """Compute and store log-probabilities of samples, a batch per rank and round; yields each round's number."""
+    """Compute and store log-probabilities of samples, a batch per rank and round; yields how many in each round."""
     if not sample_ids:
         return
     subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]

@@ -303,7 +303,7 @@ class RunSettings:
 
     @property
     def spread(self) -> DeviceSpread:
-        """How the model is spread over --device. Raises InputError."""
+        """Which blocks are on which device, by --device, --gpu-layers and --split. Raises InputError."""
         return parse_spread(self.device, self.gpu_layers, self.split, self.device_memory)
 
     @property

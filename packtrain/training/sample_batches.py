@@ -92,7 +92,7 @@ class SampleBatches(IndexedBatches):
         return [int(self._order[self._swapped_rank(rank, keys)]) for rank in item_ranks]
 
     def _swapped_rank(self, rank: int, keys: RoundKeys) -> int:
-        """Return which item, by its place in `_order`, replaces another of equal length in this epoch."""
+        """Return the place in `_order` of the item, of equal length, that replaces item `rank` in this epoch."""
         if not (self.pack and self.shuffle):
             return rank
         shortness = self._shortness[rank]

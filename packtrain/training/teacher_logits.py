@@ -20,7 +20,12 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import make_plan, size_text
 from packtrain.engine.placement import place
 from packtrain.models import transformer
-from packtrain.models.distillation_loss import TEACHER_IDS, TEACHER_PARTS, DistillationLoss, reading
+from packtrain.models.distillation_loss import (
+    TEACHER_IDS,
+    TEACHER_PARTS,
+    DistillationLoss,
+    teacher_graphs,
+)
 from packtrain.models.model_file import ModelFile
 from packtrain.training import precomputed
 from packtrain.training.sample_batches import SampleBatches
@@ -107,7 +112,7 @@ class TeacherReader:
         w = transformer.weights(model.config, model.matrix_dtypes())
         self._session = Session(target.limits)
         self._session.share(model.stored())
-        outputs = reading(model.config, w, time, CHUNK_TOKENS, *logit_sizes)
+        outputs = teacher_graphs(model.config, w, time, CHUNK_TOKENS, *logit_sizes)
         placed = {name: place(Graph(named), target) for name, named in outputs.items()}
         plans = {name: make_plan(graph) for name, graph in placed.items()}
         needed = private_nbytes() + sum(plan.arena().nbytes for plan in plans.values())

@@ -51,16 +51,16 @@ class TrainableModel(Protocol):
     def eog_ids(self) -> tuple[int, ...]: ...
 
     def shared(self) -> Mapping[str, np.ndarray]:
-        """Return the frozen leaves by name, which are read in place."""
+        """Return the frozen tensors by name, which are read in place from the model's file."""
 
     def init_weights(self, session: Session) -> None:
-        """Set the initial values of all leaves but those of `shared`."""
+        """Set the initial values of all weights of the session but those of `shared`."""
 
     def save_weights(self, path: Path, view: WeightReader) -> None:
-        """Write the trained leaves to a GGUF file, under their own names."""
+        """Write the trained tensors, which `view` returns by name, to a GGUF file, under their own names."""
 
     def write_result(self, view: WeightReader) -> None:
-        """Write the result, in the format that the settings ask for."""
+        """Write the run's result in the format that the settings ask for; `view` returns trained tensors."""
 
     def output_files(self) -> Mapping[Path, int]:
         """Return the files of the result, each with an upper bound of its bytes."""

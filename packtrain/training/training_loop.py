@@ -74,10 +74,8 @@ class TrainingLoop:
     # ---- training
 
     def train(self, monitor: RunMonitor, stopped: Callable[[], bool]) -> None:
-        """Train until the last step, or until early stopping.
-
-        Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
-        """
+        """Train until the last step, or until early stopping. Raises Interrupted after saving if `stopped()`; NotFinite
+        for three bad steps in a row."""
         while self.progress.step < self.job.steps and not self._stops_early():
             if current_world().any_rank(stopped()):
                 self.save(monitor)

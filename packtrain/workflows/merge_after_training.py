@@ -17,7 +17,7 @@ from packtrain.common.errors import DoesNotFit
 from packtrain.common.events import Events
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.common.text import plural
-from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, reading
+from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, best_reading
 from packtrain.conversion.calibration.merge_writer import AdapterMerge
 from packtrain.conversion.calibration.rounding_types import larger_types, parse_tensor_types
 from packtrain.dtypes import DTYPES, Dtype
@@ -274,7 +274,9 @@ def reading_of(job: TrainingJob, merge: AdapterMerge, limit: int | None) -> Read
     """Return how a calibrated merge reads the run's data within `limit` bytes; None if it cannot."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
-    return reading(merge.sizing_model, merge.calibrated, data.time, data.windows, limit, target)
+    return best_reading(
+        merge.sizing_model, merge.calibrated, data.time, data.windows, limit, target
+    )
 
 
 def make_merge(

@@ -76,7 +76,7 @@ def _mapped(mapped_file: np.ndarray, gguf: GGUF, name: str) -> np.ndarray:
     return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, mapped_file.data, e.offset)
 
 
-def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
+def unmerged(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
     """Return the base with the unmerged adapters of its blocks; adapters outside of blocks only work merged."""
     block_adapters = []
     for adapter, scale in adapters:

@@ -1,6 +1,6 @@
 """Decides how many tokens a calibrated merge reads within a memory limit, before training starts.
 
-`reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if the minimum exceeds it.
+`best_reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if none fits.
 """
 
 import math
@@ -82,7 +82,7 @@ def _unpadded_rows(data: BatchSequence) -> Iterator[TokenBatch]:
             yield {name: values[row_index] for name, values in batch.items()}
 
 
-def reading(
+def best_reading(
     adapted: ModelFile, types: Mapping[str, Dtype], seq_len: int, num_rows: int, limit: int | None = None,
     target: Target = CPU,
 ) -> ReadingPlan | None:  # fmt: skip

@@ -94,10 +94,8 @@ class ErrorFeedback:
 
 
 def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> ErrorFeedback:
-    """Compute error feedback from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused.
-
-    unit  number of columns that are rounded together, which divides n
-    """
+    """Compute error feedback from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused; columns are
+    rounded `unit` at a time, which divides n."""
     diagonal, n = squares.diagonal().astype(np.float64), len(squares)
     unit_order = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
     column_order = (unit_order[:, None] * unit + np.arange(unit)).reshape(-1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.common.files import atomic_path
-from packtrain.conversion.calibration.calibrated_rounding import BlockProgress, additions, calibrate
+from packtrain.conversion.calibration.calibrated_rounding import BlockProgress, calibrate, unmerged
 from packtrain.conversion.calibration.calibration_inputs import BatchSequence, ReadingPlan
 from packtrain.dtypes import Dtype
 from packtrain.gguf import MetadataValue, TensorInfo, tensor_nbytes
@@ -65,7 +65,7 @@ class AdapterMerge:
     @property
     def adapted(self) -> ModelFile:
         """The base with the unmerged adapters of its blocks."""
-        return additions(self.base, self.adapters)
+        return unmerged(self.base, self.adapters)
 
     @property
     def sizing_model(self) -> ModelFile:

@@ -107,7 +107,8 @@ def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
 
 
 def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
-    """Yield views (R, blocks, runs, bytes) of low and high bits, with their first bit in a code and their number."""
+    """Yield views (R, blocks, runs, bytes) of the codes' low bits, then of their high bits, with the first bit's place
+    in a code and the number of bits."""
     num_high_bits = (layout.num_codes >> layout.num_low_bits).bit_length() - 1
     run_places = [(layout.quads, layout.runs, 0, layout.num_low_bits)]
     if num_high_bits > 0:

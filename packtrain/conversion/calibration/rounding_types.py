@@ -50,10 +50,8 @@ def parse_tensor_types(
 def larger_types(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], errors: Mapping[str, float]
 ) -> Iterator[dict[str, Dtype]]:
-    """Yield larger types by kind of matrix, to try in turn: a step for those that lose most, then the largest for all.
-
-    stored  present types by name;  errors  relative error of each matrix
-    """
+    """Yield larger types by kind of matrix, to try in turn: a step for those that lose most, by relative `errors` of
+    matrices, then the largest for all; `stored` has the present types."""
     kinds: dict[str, list[str]] = {}
     for name in stored:
         kinds.setdefault(kind_of(name), []).append(name)

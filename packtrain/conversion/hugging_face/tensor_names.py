@@ -378,6 +378,6 @@ def _stack_tensors(sources: _Sources, key: str, name: str, shape: Shape) -> Conv
 
 
 def turned_heads(config: Config, family: arch.Family) -> dict[str, int]:
-    """Return the number of heads by tensor whose rows are permuted in GGUF files, because checkpoints pair halves."""
+    """Return {tensor: heads} whose rows GGUF files permute, because checkpoints pair a head's halves for rope."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

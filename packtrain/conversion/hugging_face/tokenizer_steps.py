@@ -115,7 +115,7 @@ def _prepend_scheme(metaspace: Step) -> str:
 
 
 def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: list[str]) -> None:
-    """Refuse added tokens that readers of the file would find elsewhere, or give other ids."""
+    """Raise InputError for added tokens that readers of a GGUF would find elsewhere in a text, or give other ids."""
     vocabulary = fast["model"]["vocab"]
     next_id = len(vocabulary)
     for token in map(as_object, as_list(fast.get("added_tokens"))):

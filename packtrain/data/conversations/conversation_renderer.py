@@ -174,7 +174,7 @@ class ConversationRenderer:
     def _mark_blocks(
         self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], begins: bool = False,
     ) -> RenderedConversation:  # fmt: skip
-        """Render messages, with the spans of all generation blocks; `begins` as for `prompt`."""
+        """Render messages, with the spans of all their generation blocks; `begins` adds a generation prompt."""
         marks = {"extra_variables": {**options.get("extra_variables", {}), **BLOCK_MARKS}}
         parts = BLOCK.split(self._text(messages, tools, add_generation_prompt=begins, **marks))
         text = self._text(messages, tools, add_generation_prompt=begins, **options)
@@ -203,8 +203,8 @@ class ConversationRenderer:
     def prompt(
         self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
     ) -> str:  # fmt: skip
-        """Render the text up to the next answer, with `variables` of the template; `begins`: and the answer's
-        beginning."""
+        """Render the text up to the next answer, or with `begins` the answer's beginning, too; `variables` are the
+        template's."""
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 
@@ -304,7 +304,7 @@ class ConversationRenderer:
 
 
 def _first_block(prompt: RenderedConversation, text: RenderedConversation) -> int:
-    """Return the index of an answer's first block: that after the blocks which its prompt has, too."""
+    """Return which generation block of `text` is the answer's first: the first that `prompt`, text before it, lacks."""
     pairs = enumerate(zip(prompt.trained_texts, text.trained_texts, strict=False))
     num_parts = min(len(prompt.trained_texts), len(text.trained_texts))
     first = next((k for k, (a, b) in pairs if a != b), num_parts)

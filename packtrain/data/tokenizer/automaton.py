@@ -112,7 +112,8 @@ def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndar
 
 
 def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
-    """Return the table of steps of a pattern, with a class for each character."""
+    """Return a pattern's automaton, [state, class]: twice the next state, plus 1 if a match ends; each character a
+    class."""
     instructions = PatternCompiler(pattern_text, alphabet).places
     representatives, columns = _group_characters(instructions, alphabet)
     states, rows = dict[tuple[int, ...], int]({(): 0, (0,): 1}), list[list[int]]()

@@ -29,10 +29,10 @@ def encode_all(
     num_threads = threads or min(allowed_cpus(), MAX_THREADS)
     encoders = SimpleQueue[CompiledEncoder]()
 
-    def encode(batch: list[TextStretch], lane: CompiledEncoder | None) -> list[IdChunk]:
-        id_arrays = tokenizer.arrays([parts for parts, _ in batch], lane)
-        if lane is not None:
-            encoders.put(lane)
+    def encode(batch: list[TextStretch], encoder: CompiledEncoder | None) -> list[IdChunk]:
+        id_arrays = tokenizer.arrays([parts for parts, _ in batch], encoder)
+        if encoder is not None:
+            encoders.put(encoder)
         return [(ids, is_last) for ids, (_, is_last) in zip(id_arrays, batch, strict=True)]
 
     futures: deque[Future[list[IdChunk]]] = deque()

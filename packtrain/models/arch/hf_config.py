@@ -77,14 +77,14 @@ class HFConfig:
         return HFConfig(self.path, {**self.json_values, **new_values}, self.read_keys, self.notes)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number from 1. Raises InputError."""
+        """Return the value of `key`, a whole number of 1 or more. Raises InputError."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value <= MAX_SIZE:
             raise self.wrong(key, value, f"a whole number from 1 to {MAX_SIZE}")
         return value
 
     def optional_size(self, key: str) -> int:
-        """Return a whole number; 0 if the config has 0 or none."""
+        """Return the value of `key`, a whole number; 0 if the config has 0, null or no such key."""
         return self.size(key) if self.get(key) else 0
 
     def real(self, key: str, default: float | None = None) -> float:

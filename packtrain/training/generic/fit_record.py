@@ -67,7 +67,7 @@ class FitRecorder:
         return self
 
     def _restore(self, checkpoint: checkpoints.TrainingCheckpoint) -> None:
-        """Set the leaves and the step of a checkpoint. Raises InputError if it is of another run."""
+        """Set weights, moments and the number of steps from a checkpoint. Raises InputError if it is of another run."""
         other = [name for name, value in self.about.items() if checkpoint.about.get(name) != value]
         if other:
             name = other[0]

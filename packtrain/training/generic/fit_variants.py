@@ -67,7 +67,7 @@ class StepVariant:
 
     @property
     def loop_nbytes(self) -> int:
-        """Bytes outside the session: copies of a step's data and of its outputs, executors, files."""
+        """Bytes beside weights and arena: copies of a step's data and of its outputs, executors, files."""
         outputs, inputs = self.model.outputs.values(), [*self.inputs.values()]
         num_calls = sum(len(placed.graph.calls) for placed in self.placed.values())
         data = sum(s.nbytes for s in inputs) * self.copies + 2 * sum(t.spec.nbytes for t in outputs)

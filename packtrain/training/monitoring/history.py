@@ -62,7 +62,7 @@ class MetricSeries:
         return len(self._rows)
 
     def add(self, record: Mapping[str, float], version: int) -> None:
-        """Add a record; `version` marks the row that changes, see `columns_since`."""
+        """Add a record to the last row, or as a new one, marked as changed with `version`, see `columns_since`."""
         values = [record.get(name, math.nan) for name in self.column_names]
         counts = [int(math.isfinite(value)) for value in values]
         if self._rows and self._last_row_records < self.records_per_row:

@@ -203,7 +203,7 @@ def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
 
 
 def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the scale of B A in this module."""
+    """Return the module's LoRA scale by PEFT's config: alpha / rank, or alpha / sqrt(rank). Raises InputError."""
 
     def setting(key: str, pattern_key: str, default: Any) -> Any:
         names = {module, language_model_name(module)}  # versions of transformers name it otherwise

@@ -73,7 +73,7 @@ class Exchange:
         return is_idle
 
     def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
-        """Queue a job that begins after the kernels started so far."""
+        """Queue a job for the thread, which begins once the GPU kernels started so far have ended."""
         self.num_submitted += 1
         kernel_mark = self.by.mark_kernels()
 

@@ -65,7 +65,7 @@ def add_to_others(h: Tensor, y: Tensor) -> Tensor:
 
 
 def stream_at(h: Tensor, stream_index: int = 0) -> Tensor:
-    """Return one stream (..., C) of h (..., S, C)."""
+    """Return one residual stream (..., C) of several, h (..., S, C)."""
     stream = ops.cont(ops.narrow(h, axis=len(h.shape) - 2, start=stream_index, length=1))
     return ops.reshape(stream, shape=(*h.shape[:-2], h.shape[-1]))
 

@@ -192,10 +192,12 @@ def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) ->
 
 
 def move_cells(config: Config, w: Weights, max_moves: int, cache: CacheLayout) -> list[Tensor]:
-    """Move up to `max_moves` cells of each pool to other cells and positions; returns the updated cache handles.
+    """Build the graph that moves up to `max_moves` KV cells of each pool (of all blocks, or of those with a window) to
+    other cells and positions, as when a full context is shifted; returns the cache's tensors after the moves
+    ("handles").
 
-    Inputs, i32 (max_moves,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of
-    the position; `ring_from` … Keys are already rotated by their old positions, so rope rotates them by the change.
+    Inputs, i32 (max_moves,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of the
+    position; `ring_from` … Keys are already rotated by their old positions, so rope rotates them by the change.
     """
     cache_handles = list[Tensor]()
     suffixes = "from", "to", "by"

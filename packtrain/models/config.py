@@ -60,8 +60,7 @@ class RopeScaling:
     def blend(
         self, rotated_width: int, base: float, trained_context: int, truncate: bool = True
     ) -> tuple[float, float] | None:
-        """Return YaRN's ramp (start, end), else None: rope pairs before keep their frequency, those after are
-        divided."""
+        """Return YaRN's ramp (start, end) or None: rope pairs before keep their frequency, those after are divided."""
         if self.type != "yarn":
             return None
 

@@ -39,7 +39,8 @@ class DistillationLoss:
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (); adds inputs teacher_ids i32 and teacher_parts, (B, top + 1, T), see row_weights."""
+        """Compute the loss (): a share of the data's, the rest from the teacher's likeliest tokens. Adds the graph
+        inputs teacher_ids i32 and teacher_parts, (B, top + 1, T), see row_weights."""
         (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)

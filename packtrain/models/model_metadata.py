@@ -90,7 +90,8 @@ def _read_vocabulary_size(gguf: GGUF) -> int:
 
 
 def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:
-    """Return the optional tensors of the file; only the last block surely has those of experts."""
+    """Return the architecture's optional tensors that the file has: outside blocks, or in the first or last block, as
+    only the last is sure to have those of experts."""
     names = architecture.optional_tensors
     at = "", "blk.0.", f"blk.{last_block}."
     return tuple(name for name in names if any(f"{prefix}{name}" in gguf.entries for prefix in at))

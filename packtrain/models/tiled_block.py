@@ -58,7 +58,7 @@ class TiledBlocks:
     def _bodies(
         self, block: BlockBuilder, rows: Sequence[Tensor], rope_tables: RopeTables
     ) -> tuple[BuildBody, BuildBody]:
-        """Return functions that build a tile's keys and values, and its output."""
+        """Return functions that build a tile of rows as a graph: its keys and values, and the block's output."""
 
         def run(tiles: Sequence[Tensor], w: Mapping[str, Tensor], attend: Attend) -> Tensor:
             tile_of = dict(zip(rows, tiles, strict=True))

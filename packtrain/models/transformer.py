@@ -219,7 +219,7 @@ def batch_mixer(
 
 
 def scan_attrs(config: Config) -> dict[str, int]:
-    """Return the attributes of scan ops."""
+    """Return the attributes of scan ops: groups of heads, and the width of the state."""
     assert config.scan is not None
     return {"groups": config.scan.groups, "width": config.scan.state}
 

@@ -68,7 +68,7 @@ def _file_nbytes(path: Path) -> int:
 
 @contextmanager
 def resumable(checkpoint: Path, command: str) -> Iterator[None]:
-    """Turn the error of a full disk into DiskFull, which names the last saved step and the command to resume."""
+    """Context manager: turn a full disk's OSError into DiskFull, with the last saved step and `command` to resume."""
     try:
         yield
     except OSError as error:

@@ -77,9 +77,10 @@ class ReplayBatches(SampleBatches):
 def write_texts(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Let the base write the texts that the steps of a run read and that are not saved yet.
+    """Let the base write the replay texts that the run's steps read, unless they are saved in `folder`.
 
     limit  most private bytes of the process
+
     Raises DoesNotFit, and Interrupted if `stopped()`.
     """
     train = job.train

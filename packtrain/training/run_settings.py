@@ -37,7 +37,7 @@ OUTPUT_TYPES = tuple(str(dtype) for dtype in MERGEABLE)
 
 
 def with_optimizer_options(cls: type[T]) -> type[T]:
-    """Add the options that optimizers declare to the class, after `optimizer`. Raises TypeError."""
+    """Class decorator: add the options that optimizers declare, after `optimizer`. Raises TypeError for equal names."""
     option_hints: dict[str, Any] = {}
     for optimizer_class in OPTIMIZERS.values():
         hints = get_type_hints(optimizer_class)

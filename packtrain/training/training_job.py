@@ -95,7 +95,7 @@ class TrainingJob:
         return self.shape.config
 
     def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step, counted from 1, which has equal rows at any micro-batch size."""
+        """Return this rank's micro-batches of a step, from 1; a step has the same rows at any micro-batch size."""
         num_accumulated = self.settings.grad_accumulation_steps
         # if a step is an epoch, its order stays, so that optimizers can compare evaluations
         is_fixed = self.shape.num_evaluations > 1 and len(self.train) <= num_accumulated

@@ -144,7 +144,7 @@ class TrainingLoop:
     # ---- saving
 
     def save(self, monitor: RunMonitor) -> None:
-        """Write a checkpoint of the current state, and the numbered files of the settings; rank 0 writes."""
+        """Write a checkpoint, and the files of --save-name and --save-model, on rank 0; other ranks send parts."""
         arrays = checkpoint_shards.checkpoint_arrays(self.engine.session, self.engine.plans)
         if current_world().rank:
             if isinstance(arrays, checkpoint_shards.GatheredArrays):

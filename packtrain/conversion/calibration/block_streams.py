@@ -144,7 +144,7 @@ class StreamPair:
 
 
 def padding_mask(batch: TokenBatch) -> np.ndarray:
-    """Return where rows are padding, (B, T)."""
+    """Return a bool mask (B, T), True where a row has padding."""
     return np.asarray((batch["tokens"] == 0) & (batch["targets"] == 0))
 
 

@@ -37,7 +37,7 @@ def calibrate(
     max_columns: int | None = None, report_block: BlockProgress = lambda block, blocks: None, target: Target = CPU,
     searched: Collection[str] = (),
 ) -> dict[str, float]:  # fmt: skip
-    """Round these matrices in the file; return the relative error of each matrix's output, by name.
+    """Round matrices in the file so that their outputs on `batches` change least; return relative errors by name.
 
     model        the model whose outputs the rounded matrices should keep; `changes` reads the exact rows of a matrix
     max_columns  most columns that compensate each other's errors: the sums over their inputs have width² numbers

@@ -74,7 +74,7 @@ def larger_types(
 def _richer_types(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], names: list[str]
 ) -> list[Dtype]:
-    """Return types with more bits than these matrices', fewest first: up to q8_0, else the first of 16 bits."""
+    """Return types with more bits a value than the matrices `names`, fewest first: up to q8_0, else one of 16 bits."""
     current_bits, width = max(bits(stored[name]) for name in names), entries[names[0]].shape[-1]
     fitting_types = (d for d in MERGEABLE if bits(d) > current_bits and width % d.block == 0)
     sorted_types = sorted(fitting_types, key=bits)

@@ -109,7 +109,7 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
 
 
 def _prepend_scheme(metaspace: Step) -> str:
-    """Return where a Metaspace puts spaces before words: always, first or never."""
+    """Return when a tokenizer.json's Metaspace step puts spaces before words: always, first or never."""
     default_scheme = "never" if metaspace.get("add_prefix_space") is False else "always"
     return str(metaspace.get("prepend_scheme") or default_scheme)
 

@@ -80,7 +80,7 @@ def vocabulary_metadata(
 
 
 def _space_prefix(table: "_VocabularyFiles", family: Family) -> bool | None:
-    """Return whether readers put a space before a text; None if the file need not say so."""
+    """Return GGUF's add_space_prefix: whether tokenizers put a space before a text; None if the key is not needed."""
     flag_value = table.about.get("add_prefix_space")
     by_family = family.space_prefix
     steps = table.steps

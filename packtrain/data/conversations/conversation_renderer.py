@@ -203,8 +203,7 @@ class ConversationRenderer:
     def prompt(
         self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
     ) -> str:  # fmt: skip
-        """Render the text up to the next answer, or with `begins` the answer's beginning, too; `variables` are the
-        template's."""
+        """Render the text up to the next answer, with `begins` its beginning, too; `variables` are for the template."""
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 
@@ -261,7 +260,7 @@ class ConversationRenderer:
     # ---- what templates do not support
 
     def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
-        """Return messages and tools in a form that the template supports."""
+        """Return messages and tools as the template supports them, such as a system message joined to the user's."""
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM_NOTE] += 1
@@ -287,7 +286,7 @@ class ConversationRenderer:
         return {**message, "content": content, self._thought_field: thoughts[0]}
 
     def _adapt_message(self, message: Message) -> Message:
-        """Return a message in a form that the template supports."""
+        """Return a message as the template supports it: tool calls or results, for example, may become plain text."""
         if message["role"] == "assistant":
             message = self._adapt_thoughts(message)
         if message.get("tool_calls") and not self.takes_calls:

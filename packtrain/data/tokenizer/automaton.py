@@ -112,8 +112,7 @@ def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndar
 
 
 def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
-    """Return a pattern's automaton, [state, class]: twice the next state, plus 1 if a match ends; each character a
-    class."""
+    """Return a pattern's automaton [state, class]: twice the next state, + 1 if a match ends; a class per character."""
     instructions = PatternCompiler(pattern_text, alphabet).places
     representatives, columns = _group_characters(instructions, alphabet)
     states, rows = dict[tuple[int, ...], int]({(): 0, (0,): 1}), list[list[int]]()
@@ -140,7 +139,8 @@ def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[
 def _advance_state(
     places: list[PatternInstruction], state: tuple[int, ...], character: str | None
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the state after a character (None: the end of the text), and whether a match ends before it."""
+    """Return the state, the places in the pattern where a match may go on, after a character (None: the end of the
+    text), and whether a match ends before it."""
     next_indices: list[int] = []
     seen_indices: set[int] = set()
     pending = list(reversed(state))

@@ -68,7 +68,7 @@ class Encoding:
         return False
 
     def piece(self, token: bytes) -> bytes:
-        """Return the bytes of a normal token."""
+        """Return the bytes of text that a normal token stands for."""
         return token.replace(SPACE.encode(), b" ")
 
 

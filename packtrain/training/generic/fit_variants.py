@@ -50,14 +50,14 @@ class StepVariant:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """Weights and states of all graphs by name."""
+        """Weights and states, as leaves of the graphs, by name."""
         return {
             n: leaf for p in self.placed.values() for n, leaf in training_plans.lasting(p).items()
         }
 
     @property
     def inputs(self) -> dict[str, Spec]:
-        """Inputs of both models by name."""
+        """Shapes and types of the inputs of the training and the evaluation model, by name."""
         all_inputs = {**self.eval_model.inputs, **self.model.inputs}
         return {name: leaf.spec for name, leaf in all_inputs.items()}
 

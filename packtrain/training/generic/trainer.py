@@ -167,7 +167,7 @@ class Trainer(StepEngine):
             raise InputError("gradients are summed only if batch is larger than the physical batch")
 
     def step(self, batch: Arrays) -> FitStepResult:
-        """Train on a logical batch. Raises InputError, and NotFinite for the third bad step in a row."""
+        """Take an optimizer step on a logical batch. Raises InputError; NotFinite for the third bad step in a row."""
         if self.optimizer is None:
             raise InputError("this trainer has no optimizer")
         number = self.done + 1

@@ -78,7 +78,7 @@ class MetricSeries:
         self._last_row_records = 1
 
     def _join_neighbours(self, version: int) -> None:
-        """Join rows in pairs, which halves their number."""
+        """Join rows in pairs, which halves their number, and mark all of them as changed with `version`."""
         later_rows = list(zip(self._rows[1::2], self._value_counts[1::2], strict=True))
         self._rows, self._value_counts = self._rows[::2], self._value_counts[::2]
         for row_index, (values, counts) in enumerate(later_rows):

@@ -35,7 +35,7 @@ def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
-    """Predict streams: h (..., S, C), plus for each stream a mix of all streams."""
+    """Predict what a block makes of all residual streams (AltUp): h (..., S, C) plus a learned mix of all for each."""
     num_streams = block.config.traits.num_streams
     rates = block.linear("altup_predict_coef", route_stream(block, stream_at(h)))
     rates = ops.reshape(rates, shape=(*rates.shape[:-1], num_streams, num_streams))
@@ -52,7 +52,7 @@ def correct(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
 
 
 def route_stream(block: BlockBuilder, x: Tensor) -> Tensor:
-    """Return the router's activations (..., S) of one stream x (..., C), from which rates are computed."""
+    """Return AltUp's router activations (..., S) of a residual stream x (..., C), which give the rates of mixing."""
     router_input = ops.scale(block.norm("altup_router_norm", x), by=1 / x.shape[-1])
     return block.saved(ops.tanh(block.linear("altup_router", block.saved(router_input))))
 

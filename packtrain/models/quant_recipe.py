@@ -213,8 +213,7 @@ class _DtypeRules:
         return num_kv_heads > 0 and num_heads // num_kv_heads >= MIN_SHARING_HEADS
 
     def _instead(self, i: int, num_first: int, count: int, default_dtype: Dtype | None) -> Dtype:
-        """Return the mix's type for the i-th of `count` tensors of a kind, of which the first or outer ones may
-        differ."""
+        """Return the mix's type for the i-th of `count` tensors of a kind; the first or outer ones may differ."""
         if self.mix.first_layers and i < num_first:
             return self.mix.first_layers
         spread_dtype = self.mix.outer_layers if _gets_more_bits(i, count) else None

@@ -86,7 +86,8 @@ def best_reading(
     adapted: ModelFile, types: Mapping[str, Dtype], seq_len: int, num_rows: int, limit: int | None = None,
     target: Target = CPU,
 ) -> ReadingPlan | None:  # fmt: skip
-    """Return the plan with the most calibration tokens, then columns, that fits `limit` bytes; None if none fits."""
+    """Return the plan that fits `limit` bytes with the most calibration tokens, then the most columns that compensate
+    each other's rounding errors; None if none fits."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     return next((c for c in candidates if limit is None or c.nbytes <= limit), None)
 

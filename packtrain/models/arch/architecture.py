@@ -113,7 +113,8 @@ OptionalNames = Callable[[HFConfig], tuple[str, ...]]
 def with_tensors(
     *names: str, true_flags: tuple[str, ...] = (), **names_by_flag: tuple[str, ...]
 ) -> OptionalNames:
-    """Return a Family.optional_tensors: these names, and those of flags set in the config (default: `true_flags`)."""
+    """Return a function config -> names of optional tensors, for Family.optional_tensors: `names`, and those of each
+    flag that config.json sets (`true_flags` if it says nothing)."""
 
     def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
         flagged = (

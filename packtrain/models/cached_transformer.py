@@ -75,15 +75,15 @@ def generation(
     config: Config, w: Weights, time: int, cache: CacheLayout, num_logits: int = 1, *, return_hidden: bool = False,
     hidden_states: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache handles.
+    """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache tensors.
 
-    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned.
-    `cell` (time,) is the cell of each token, `cell_pos` (cells,) the position of each cell. Each sequence of the run
-    has a line of `cell_order` (lines, cells): its cells by position, `cell_counts` (lines,) of them. Attention that is
+    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned. `cell`
+    (time,) is the cell of each token, `cell_pos` (cells,) the position of each cell. Each sequence of the run has a
+    line of `cell_order` (lines, cells): its cells by position, `cell_counts` (lines,) of them. Attention that is
     written out reads `cell_seen` (lines, cells) f32 instead: 1 for the cells of a line, else 0. Convolutions read
     `cell_before` (time, width): the cells of the last tokens, the token's own last. Pools with a ring have `ring`,
-    `ring_pos` … All are inputs, so that one plan serves every position and every mix of sequences. LoRA adapters with
-    a scale for each token add inputs, see Lora.
+    `ring_pos` … All are inputs, so that one plan serves every position and every mix of sequences. LoRA adapters with a
+    scale for each token add inputs, see Lora.
 
     return_hidden  return the output of the last norm, (num_logits, C), instead of logits
     hidden_states  appends the values before the last norm, (time, C), from which `logits` computes any row

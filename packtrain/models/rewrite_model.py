@@ -46,7 +46,7 @@ class AwareMergedRows:
 
 
 def is_recodable(base: GGUF, name: str) -> bool:
-    """Whether aware training stores this matrix in the base's quantization blocks."""
+    """Whether the merge of an --aware adapter keeps this matrix's quantization blocks and scales."""
     entry = base.entries[name]
     return name.startswith("blk.") and entry.dtype in RECODABLE and len(entry.shape) == 2
 

@@ -133,7 +133,7 @@ def copy(path: Path, target: Path) -> None:
 
 
 def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of a run's progress, its description and all its leaves."""
+    """Return the SHA-256 of a run's progress, its description and all its weights and moments."""
     digest = hashlib.sha256()
     for key, text in json_texts.items():
         digest.update(f"{key}={text}\n".encode())

@@ -115,7 +115,7 @@ class StreamPair:
         return InputMoments(squares, shift, num_tokens)
 
     def skip_blocks(self, blocks: int) -> None:
-        """Advance through the first blocks, in which nothing is merged: both streams are equal there."""
+        """Advance both residual streams through the first blocks, in which nothing is merged: there they are equal."""
         if not blocks:
             return
         for i in range(blocks):
@@ -165,7 +165,8 @@ class StreamGraphs:
     def for_types(
         cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
     ) -> "StreamGraphs":
-        """Return graphs whose merged stream reads these matrices, of these types, from the merged file."""
+        """Return builders of graphs for the model with unmerged adapters (stream x), and for the file in which they are
+        merged (stream z), whose matrices have these types."""
         x = transformer.weights(adapted.config, adapted.matrix_dtypes())
         unmerged_leaves = {n: leaf for n, leaf in x.items() if n not in adapted.adapter_values}
         merged_leaves = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
@@ -173,7 +174,7 @@ class StreamGraphs:
         return cls(adapted, x, unmerged_leaves | merged_leaves, merged_names, shape)
 
     def embedding(self) -> Graph:
-        """Build the graph that embeds the tokens of a batch in both streams."""
+        """Build the graph that embeds a batch's tokens in both streams, exact (x) and merged (z)."""
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
         config, streams = self.adapted.config, {"x": self.x, "z": self.z}
         first = {n: transformer.embedding(config, w, tokens, pos) for n, w in streams.items()}
@@ -182,7 +183,7 @@ class StreamGraphs:
         return Graph(first)
 
     def build_block(self, i: int) -> StreamBlock:
-        """Build transformer block i in both streams and find the inputs of its matrices."""
+        """Build block i in both streams, exact (x) and merged (z), and find the inputs of its matrices."""
         config, seq_len = self.adapted.config, self.shape[-1]
         tokens, pos, seq = (input(name, self.shape, i32) for name in ("tokens", "pos", "seq"))
         tables = transformer.make_rope_tables(config, self.x, pos, seq_len)
@@ -206,7 +207,7 @@ class StreamGraphs:
 
 
 def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
-    """Find the inputs of the matrices that differ in the merged stream, in computed order, in the block's graph."""
+    """Find in a block's graph the inputs of the matrices that only the merged stream (z) has, in computed order."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):

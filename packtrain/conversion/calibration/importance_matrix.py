@@ -131,7 +131,7 @@ def _add_block(
     streams: block_streams.StreamPair, block: block_streams.StreamBlock, running_sums: RunningSums,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Add the inputs of a block's matrices to the running sums, and advance the stream through the block."""
+    """Add the squared inputs of a block's matrices to `running_sums`, and advance the residual stream to the next."""
     shared_z = {n: shared_tensor for n, shared_tensor in block.shared.items() if n.startswith("z")}
     outputs = {"z": block.z, **shared_z}
     for number, site in enumerate(block.matrix_inputs):

@@ -235,7 +235,7 @@ def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Confi
 
 
 def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
-    """Return a tensor outside blocks; embeddings for blocks may lack the last tokens, those of images and sounds."""
+    """Return a tensor outside blocks; tables of per-block embeddings may lack rows for image and sound tokens."""
     if "{}" in key:
         return _stack_tensors(sources, key, name, shape)
     stored = sources.tensors.get(key)

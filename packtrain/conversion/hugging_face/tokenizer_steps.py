@@ -247,7 +247,7 @@ def _split_pattern(path: Path, step: Step) -> str:
 
 
 def _check_made(path: Path, fast: Step, steps: TokenizerSteps, merges_differ: bool) -> None:
-    """Raise InputError for tokens that merges do not make, if the file and its GGUF differ in `ignore_merges`."""
+    """Raise InputError for tokens that merges cannot build, if only one of file and GGUF looks whole words up first."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
     added_texts = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
     for text in set(fast["model"]["vocab"]) - added_texts - {*BYTE_NAMES} if merges_differ else ():

@@ -61,7 +61,7 @@ class NameFinder:
         self._heads = np.searchsorted(np.sort(prefixes), np.arange((1 << 16) + 1)).astype(np.int32)
 
     def find(self, text: str) -> list[int]:
-        """Return the numbers of the names that occur in the text, in order; names of one byte always count."""
+        """Return the indices of the names that occur in the text, in order; names of one byte always count."""
         is_found = np.zeros(len(self._name_starts) - 1, np.uint8)
         raw = np.frombuffer(text.encode(), np.uint8)
         KERNELS.splitting.spot(

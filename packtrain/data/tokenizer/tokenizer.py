@@ -120,7 +120,8 @@ class Tokenizer:
     def arrays(
         self, batch: Sequence[TextParts], encoder: CompiledEncoder | None
     ) -> list[np.ndarray]:
-        """Return the ids (i32) of each list of parts; may be called on several threads, with an encoder each."""
+        """Return the ids (i32) of each text, given as parts: strings, and ids of special tokens. Threads may call this
+        at the same time, each with an encoder of its own."""
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
         ids = iter(self._encode_texts(texts, encoder))
         id_parts = ([[p] if isinstance(p, int) else next(ids) for p in parts] for parts in batch)
@@ -144,7 +145,7 @@ class Tokenizer:
         return text_parts, prefix
 
     def _encode_parts(self, text_parts: TextParts) -> list[int]:
-        """Return the ids of parts, by compiled code once that is worth loading."""
+        """Return the ids of parts (strings, and ids of special tokens), by compiled code once that is worth loading."""
         if self.use_compiled and self._encoder is None:
             self._encoder = self.new_encoder()
         ids: list[int] = []

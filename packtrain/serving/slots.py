@@ -141,7 +141,7 @@ class SlotAnswer:
             self.finish("end")
             return
         remaining_candidates = (
-            self.chain.left(candidates)
+            self.chain.remaining_candidates(candidates)
             if self.job.is_post_sampling and isinstance(candidates, np.ndarray)
             else None
         )

@@ -34,7 +34,7 @@ def dry_penalty(
 
 
 def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
-    """Return how many of the last tokens come after the last breaker."""
+    """Return how many tokens the text has after its last breaker: repetitions are not followed beyond one."""
     num_tokens = len(recent_ids)
     for num_back in range(num_tokens):
         at = num_tokens - 1 - num_back
@@ -46,7 +46,7 @@ def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
 
 
 def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int, int]:
-    """Return tokens that followed earlier copies of the text's end, each with its longest copy, ≤ `max_length`."""
+    """Return by token how long a repetition it would extend: the longest earlier copy of the text's end before it."""
     lengths_by_id: dict[int, int] = {}
     reversed_ids = np.asarray(recent_ids)[::-1]
     for k, length in enumerate(_z_lengths(reversed_ids)):
@@ -73,7 +73,7 @@ def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
 def find_breakers(
     texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Return tokens that contain a breaker or end with its beginning, each with the ids that complete it."""
+    """Return the tokens that contain one of `texts` or end with its beginning, each with the ids that complete it."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:

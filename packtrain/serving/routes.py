@@ -70,7 +70,7 @@ def chat_completion(server: Server, body: JsonBody, request: Request) -> Respons
 
 
 def messages(server: Server, body: JsonBody, request: Request) -> Response:
-    """Answer in Anthropic's shape."""
+    """Answer a chat in Anthropic's shape."""
     chat_request = request_parsing.parse_chat_completion(server, anthropic_messages.chat_body(body))
     names = server.name, server.tokenizer
     has_budget = JsonBody(body.get_object("thinking")).has("budget_tokens")
@@ -196,7 +196,7 @@ def describe_model(server: Server) -> dict[str, Any]:
 
 
 def weight_type(server: Server) -> str:
-    """Return the type that the file says it is written in, such as Q4_K_M, else that of most of its weights."""
+    """Return the type that the file names, such as Q4_K_M, else the element type of most of its weights."""
     gguf, sizes = server.model.gguf, Counter[str]()
     for tensor_entry in gguf.entries.values():
         sizes[str(tensor_entry.dtype).upper()] += math.prod(tensor_entry.shape)
@@ -241,7 +241,7 @@ def get_slots(server: Server, request: Request) -> Any:
 
 
 def slot_activity(slot_answer: SlotAnswer) -> dict[str, Any]:
-    """Describe what a slot does, without any text."""
+    """Return the fields of /slots for a busy slot: counts and settings, but no text."""
     job, num_written = slot_answer.job, len(slot_answer.output_ids)
     left = -1 if job.max_tokens < 0 else job.max_tokens - num_written
     num_prompt_tokens = len(job.prompt)

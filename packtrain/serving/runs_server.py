@@ -135,7 +135,7 @@ class RunsPageServer:
             self._request_page(path)
 
     def _request_page(self, path: str) -> None:
-        """Request a path of the page, so that the memory of its answers is taken now."""
+        """Request a path of the page, so that the memory of its answer is allocated before training plans its own."""
         host, port = self._socket.getsockname()[:2]
         host = {"0.0.0.0": LOOPBACK_HOST, "::": "::1"}.get(host, host)
         with (

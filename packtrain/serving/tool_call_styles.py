@@ -77,7 +77,7 @@ class ToolCallStyle:
         return re.sub(f"[{ID_MARK}{COUNT}]", "1", f"{self.opening}{call}{self.closing}").strip()
 
     def call_openings(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the texts with which a call in an answer begins."""
+        """Return the texts with which a call can begin in an answer; names: of the functions."""
         if self.opening.strip():
             return (re.split(f"[{ID_MARK}{COUNT}]", self.opening)[0].strip(),)
         if self.middle is None:
@@ -86,7 +86,7 @@ class ToolCallStyle:
         return tuple(f"{name}{self.middle}{brace}" for name in names)
 
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
-        """Split an answer into words and the calls (name, arguments) after them, up to a call that cannot be read."""
+        """Split an answer into its words and the calls (name, arguments) behind them, up to one that cannot be read."""
         text = text.removeprefix(self.words_prefix)
         opening_match = self._opening_pattern(names).search(text)
         if opening_match and self.middle is not None and not self.opening.strip():
@@ -138,7 +138,7 @@ class ToolCallStyle:
     def _read_calls(
         self, text: str, at: int, names: Collection[str]
     ) -> tuple[list[tuple[str, Any]], int]:
-        """Read the calls of the document at `at`, [] if it cannot be read; returns them and the document's end."""
+        """Parse the calls of the document at `at`, [] if it cannot be read; returns them and the document's end."""
         if self.middle is not None:
             named_call = self._read_named_call(text, at, names)
             return ([], at) if named_call is None else ([named_call[:2]], named_call[2])
@@ -149,7 +149,7 @@ class ToolCallStyle:
         return [(call[self.name], call.get(self.arguments, {})) for call in calls], end_pos
 
     def _read_named_call(self, text: str, at: int, names: Collection[str]) -> ParsedCall | None:
-        """Read the call at `at` whose name stands before its arguments; None if there is none."""
+        """Parse the call at `at` whose name stands before its arguments, with its end; None if there is none."""
         if self.python:
             call_match = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(
                 text, at
@@ -231,7 +231,7 @@ def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
 
 
 def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[str, str], ...]:
-    """Return the text between a key and a value for each kind of value for which the text differs."""
+    """Return the texts between key and value for kinds of values whose text is not that of strings."""
     assert style.pair is not None
     separators, (_, default_separator, after_value) = [], style.pair
     for kind, value in EXAMPLE_VALUES.items():
@@ -253,7 +253,7 @@ def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[
 
 
 def _render_reply(renderer: ConversationRenderer, message: dict[str, Any]) -> str:
-    """Render an answer, and return its text without the token that ends it."""
+    """Render an assistant's message by the template, and return its text without the token that ends it."""
     user_message = {"role": "user", "content": "a"}
     about = {"name": NAME, "description": "b", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": about}] if renderer.takes_tools else None
@@ -294,7 +294,7 @@ def _value_kind(value: Any) -> str:
 
 
 def _call_separator(two_calls: str, opening: str, closing: str) -> str:
-    """Return the text between two calls; "" if there is none."""
+    """Return the text between two calls, objects, in a rendered reply; "" if there is none."""
     value_start = two_calls.find(PROBE_VALUES[1])
     end_offsets = [
         match.end()
@@ -351,14 +351,14 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _match_python_call(rest: str) -> re.Match[str] | None:
-    """Match the probe's arguments as keywords of a call in Python."""
+    """Match the probe's arguments, after its name, as keywords of a Python call; `quote` is around strings."""
     (first_key, x), (b, y) = PROBE_ARGUMENTS.items()
     quote = r"(?P<quote>['\"])"
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
 def _match_bare_object(rest: str) -> re.Match[str] | None:
-    """Match the probe's arguments as an object with bare keys, in either order."""
+    """Find the probe's arguments as an object with unquoted keys, in either order; `quote` is around strings."""
     probe_pairs = [*PROBE_ARGUMENTS.items()]
     for (first_key, x), (b, y) in (probe_pairs, probe_pairs[::-1]):
         quote_pattern = r"(?P<quote>[^\w{}]+?)"
@@ -377,11 +377,11 @@ def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """Return a pattern of a text with any white space between its words, and around it."""
+    """Return a regular expression of a text with any white space between its words, and around them."""
     word_patterns = ("".join(WILD.get(c) or re.escape(c) for c in word) for word in text.split())
     return r"\s*".join(["", *word_patterns, ""]) if text.strip() else r"\s*"
 
 
 def _any(names: Collection[str]) -> str:
-    """Return a pattern of any of the names, the longest first."""
+    """Return a regular expression of any of the names, the longest first."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

@@ -205,12 +205,12 @@ def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def _spaced(text: str) -> str:
-    """Return a pattern of the text with any white space, which some vocabularies add beside control tokens."""
+    """Return a pattern of the text with any white space in it, which some vocabularies add beside control tokens."""
     return r"\s*".join(map(re.escape, text.split()))
 
 
 def answer_findings(answers: Sequence[CheckedAnswer]) -> Iterator[str]:
-    """Yield findings: tuned answers that do not end, or that all equal the base's."""
+    """Yield sentences about tuned answers that do not end, or that all equal the base's."""
     endless = sum(answer.is_endless for answer in answers)
     num_loops = sum(answer.tuned_ended == "loop" for answer in answers)
     if all(answer.tuned == answer.base for answer in answers):

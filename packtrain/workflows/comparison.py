@@ -145,7 +145,7 @@ class ComparedModel:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ComparisonResult:
-    """Measurements of all models; `same`: they tokenize the data alike, so that losses can be compared."""
+    """Measurements of all models, the base's first; `same`: they tokenize alike, so that losses can be compared."""
 
     questions: list[Question]
     subjects: list[ComparedModel]
@@ -274,7 +274,7 @@ def _load_questions(settings: CompareSettings) -> list[Question]:
 
 
 def _make_questions(data_record: Conversation | AnswerPair | PlainText) -> list[Question]:
-    """Return the last turn of a record; of a conversation with tools all turns of the assistant."""
+    """Return the questions of a record: its last turn; of a conversation with tools each turn of the assistant."""
     if isinstance(data_record, PlainText):
         advice = "only conversations have answers to compare"
         raise InputError(f"{data_record.location} is a text", advice)

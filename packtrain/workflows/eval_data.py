@@ -143,14 +143,14 @@ class EvalData:
 
 
 class ReadingRows(NamedTuple):
-    """Rows that are read at a time, and the bytes that their losses take."""
+    """A plan of reading the data: rows of a batch, and the bytes of the arena that computes their losses."""
 
     rows: int
     nbytes: int
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
-    """Find the file or folder to measure, and its split if it is split as in finetune; "": all of it."""
+    """Return the file or folder to measure, and which split of it, made as in finetune; "": all. Raises InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:

@@ -156,7 +156,7 @@ def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tup
 
 
 def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device: Target) -> Losses:
-    """Create the function that yields the losses of batches."""
+    """Return the function that computes losses of batches: of whole rows at once, or through a KV cache."""
     batches, cache = data.batches, settings.cache_type or ("f32" if data.questions else None)
     if cache is None:
         run = loss_executor(

@@ -67,7 +67,7 @@ class MergeLosses:
 
 @dataclass(frozen=True, slots=True)
 class FinishedFinetune:
-    """A fine-tuning run after its last step."""
+    """A fine-tuning run after its last step: writes the result, measures it, and suggests a better merge."""
 
     job: TrainingJob
     shape: StepShape
@@ -211,7 +211,7 @@ class FinishedFinetune:
 
 
 def note(run_plan: PlannedRun) -> Iterator[str]:
-    """Yield lines about the merge for the printed plan."""
+    """Yield lines for the printed plan about the memory and the data of the merge after the run."""
     adapter = _placeholder_adapter(run_plan.job)
     if adapter is None:
         return
@@ -271,7 +271,7 @@ def is_calibrated(settings: TuneSettings) -> bool:
 
 
 def reading_of(job: TrainingJob, merge: AdapterMerge, limit: int | None) -> ReadingPlan | None:
-    """Return how a calibrated merge reads the run's data within `limit` bytes; None if it cannot."""
+    """Return how much of the run's data a calibrated merge reads at a time within `limit` bytes; None if none fits."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
     return best_reading(

@@ -193,7 +193,7 @@ def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype
 def _maker(
     gguf: GGUF, entry: TensorInfo, dtype: Dtype, default_dtype: Dtype, weights: np.ndarray | None, events: Events,
 ) -> Callable[[], Iterator[np.ndarray]]:  # fmt: skip
-    """Return a function that converts a tensor part by part when it is written, and reports its error."""
+    """Return a function that yields a tensor's converted parts, when it is written, and then reports the error."""
     location = f"{gguf.path}: {entry.name}"
 
     def report_error(error: float) -> None:
@@ -238,7 +238,7 @@ def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def line(entry: TensorInfo, dtype: Dtype, error: float | None = None) -> str:
-    """Format a tensor's table row: name, shape, types, sizes and error (None if it was copied)."""
+    """Format a row of the printed table: name, shape, types, sizes and relative error (None: the tensor was copied)."""
     row_prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
         return f"{row_prefix} kept {entry.nbytes / MIB:18.2f} MiB"

@@ -1,8 +1,5 @@
-"""A training run from its settings to its result: planned, run, stopped, resumed.
-
-`workflows.training_run` and `workflows.finetuning` give what they do differently as functions. Progress is
-reported to `Events`.
-"""
+"""A training run from its settings to its result: planned, run, stopped, resumed, with progress reported to `Events`.
+`workflows.training_run` and `workflows.finetuning` give what they do differently as functions."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -87,7 +84,7 @@ def execute_run(
 def _execute_plan(
     run_plan: PlannedRun, train: Callable[[], TrainingResult], events: Events, after_steps: AfterSteps,
 ) -> TrainingResult:  # fmt: skip
-    """Execute a planned run; all work but the steps, by `train`, is done by rank 0."""
+    """Run the steps (`train`) of a plan; then rank 0 draws the plan, reports, and calls `after_steps`."""
     if current_world().rank:
         return train()
     folder, resume, window = run_plan.job.settings.folder, run_plan.resume, run_plan.plans.window
@@ -181,7 +178,7 @@ def _prepare_texts(
 
 
 def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
-    """Return a callback that compares each step's time with the estimate, but not in runs of several processes."""
+    """Return a callback that compares steps' times with the estimate (seconds, steps left), but not with ranks."""
     if current_world().world_size > 1:
         return lambda seconds, num_steps_left: None
     return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))
@@ -350,7 +347,7 @@ def check_ranks_agree(run_plan: PlannedRun) -> None:
 
 
 def _rank_facts(run_plan: PlannedRun) -> dict[str, Any]:
-    """Return what must be equal on all ranks: version, settings, data, and the checkpoint to resume from."""
+    """Return by name what must be equal on all ranks: version, settings, data, the checkpoint to resume from."""
     job_facts = {name: value for name, value in run_plan.job.about().items() if name != "sources"}
     checkpoint = run_plan.found
     checkpoint_hash = (

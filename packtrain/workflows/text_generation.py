@@ -1,4 +1,4 @@
-"""Continue a prompt."""
+"""Continue a prompt: with one text, with several that have seeds of their own, or with the likeliest ones."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

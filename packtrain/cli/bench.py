@@ -119,7 +119,7 @@ def measured_tables(
     settings: BenchSettings, measure_f32_products: Callable[..., BenchTable] = products.f32_table,
     measure_steps: Callable[..., Iterator[BenchTable]] = step_timing.tables,
 ) -> Iterator[BenchTable]:  # fmt: skip
-    """Measure the requested parts, and yield a table for each; benchmarks.bench has other measurements of two parts."""
+    """Measure the requested parts, and yield a table for each; benchmarks.bench replaces the measurements of two."""
     selected_parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
     if {"machine", "ops"} & {*selected_parts}:
         rates = machine_rates.measure_rates()

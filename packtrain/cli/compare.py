@@ -115,7 +115,7 @@ def _one_line(text: str) -> str:
 
 
 def html_page(settings: CompareSettings, comparison: ComparisonResult) -> str:
-    """Return the page as HTML, which loads nothing and has no script."""
+    """Return a page with the table and all answers as HTML, which loads nothing and has no script."""
     rows = table_rows(settings, comparison)
     header_cells = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     row_cells = (

@@ -68,7 +68,7 @@ def write(text: str) -> None:
 
 
 def run_events(settings: RunSettings) -> Events:
-    """The events of a training run, which rank 0 prints."""
+    """Return the events of a training run: rank 0 prints them, other ranks nothing."""
     if rank():
         return SilentEvents()
     environment.is_quiet = settings.quiet

@@ -308,7 +308,8 @@ class _CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _canonical_word(self, word: str) -> str:
-        """Return an option by this parser's name, for familiar names, too; exits if unknown. -opt is no -o with pt."""
+        """Return a word with its option by this parser's name, also for names of other tools; exits if the option is
+        unknown. -opt is never the value pt of -o."""
         (name, equals, value), names = word.partition("="), self._option_string_actions
         if option := canonical_option(name, names):
             return f"{option}{equals}{value}"

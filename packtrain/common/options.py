@@ -239,8 +239,7 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
 
 
 def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
-    """Name a setting for errors: `run.yaml: batch_size` by file, `--batch-size` for "", batch_size for None
-    (Python)."""
+    """Name a setting: `run.yaml: batch_size` by file, `--batch-size` for "", batch_size for None (Python)."""
     if source or source is None:
         return f"{source}: {field.name}" if source else field.name
     return field.name.upper() if field.metadata.get("positional") else flag(field.name)

@@ -174,7 +174,7 @@ class GGUFPart:
         self.entries[name] = gguf_format.TensorInfo(name, shape, dtype, offset, nbytes)
 
     def _check_offsets(self, start: int, alignment: int) -> None:
-        """Check that the tensors lie within the file and share no bytes; make their offsets those of the file."""
+        """Check that tensors lie within the file and share no bytes; turn their offsets into offsets of the file."""
         for e in self.entries.values():
             shown, left_nbytes = shorten_text(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:

@@ -119,7 +119,7 @@ class BeamSearch:
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Extend beams by a token; returns the likeliest, enough that `width` are left without those that end."""
+        """Extend beams by a token; returns the likeliest, so many that `width` remain without those that end."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()

@@ -70,7 +70,7 @@ class Generator:
         self.context.remove(self.seq, since)
 
     def tokens_to_feed(self, text: Sequence[int]) -> Sequence[int]:
-        """Return the tokens to feed to go on with a cached text: the last one, or more where a state is missing."""
+        """Return the tokens to feed to go on with a cached text: the last, or more where cells or a state are gone."""
         return text[-1:] if self.context.pools.is_complete(self.seq) else self.reuse_prefix(text)
 
     def reuse_prefix(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -83,7 +83,7 @@ class Generator:
         return logits
 
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[SamplerInput], Sequence[int]]:
-        """Feed as many tokens as one run takes; returns the chain's inputs after the last, and the remaining tokens."""
+        """Feed as many tokens as one run takes; returns what `chain.choose` takes after the last, and the rest."""
         run_size = self.context.sizes.next_size(len(tokens))
         run_tokens, remaining_tokens = tokens[:run_size], tokens[run_size:]
         output_rows = [] if remaining_tokens else [len(run_tokens) - 1]
@@ -92,7 +92,7 @@ class Generator:
         ), remaining_tokens
 
     def verify(self, tokens: Sequence[int], num_drafted: int, chain: Chain) -> list[SamplerInput]:
-        """Feed tokens that end in `num_drafted` guesses; returns the chain's inputs before and after each guess."""
+        """Feed tokens that end in `num_drafted` guesses; returns what `chain.choose` takes before and after each."""
         output_rows = range(len(tokens) - num_drafted - 1, len(tokens))
         return self.context.choices(
             tokens, [chain] * len(output_rows), self.seq, wanted=output_rows

@@ -114,7 +114,7 @@ class RunsPageServer:
             self._num_waiting -= 1
 
     async def _plan(self, request: Request) -> Response:
-        """Answer the picture of a run's plan; its policy allows only its own script."""
+        """Answer with the page of a run's plan, whose Content-Security-Policy allows only its own script."""
         run = self.board.runs.get(request.query_params.get("run", ""))
         plan_path = run and run.folder / PLAN_FILE
         if not plan_path or not plan_path.is_file():

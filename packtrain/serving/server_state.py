@@ -334,7 +334,7 @@ class Server:
                 ticket.cancel()
 
     def _add_event(self, loop: Loop, queue: EventQueue, job_index: int, event: JobEvent) -> None:
-        """Collect an event, in the engine's thread, which wakes a request's event loop only once a run."""
+        """Collect an event, in the engine's thread; `_deliver_events` wakes the requests' loops once a run."""
         self._pending_events.setdefault(loop, []).append((queue, (job_index, event)))
 
     def _deliver_events(self) -> None:
@@ -347,7 +347,7 @@ class Server:
 
 @contextmanager
 def _file_errors(path: Path, verb: str) -> Iterator[None]:
-    """Turn errors of a slot's file into InputError without the file's folder."""
+    """Turn errors of a slot's file into InputError, which does not tell clients the file's folder."""
     try:
         yield
     except FileNotFoundError:
@@ -365,7 +365,7 @@ def _put_events(loop_events: Sequence[tuple[EventQueue, QueueItem]]) -> None:
 
 
 async def _send_ticks(queue: EventQueue, seconds: float | None) -> None:
-    """Put None into the queue every `seconds`; None: never."""
+    """Put None into the queue every `seconds` (None: never), so that a quiet stream can be kept open."""
     while seconds is not None:
         await asyncio.sleep(seconds)
         queue.put_nowait(None)

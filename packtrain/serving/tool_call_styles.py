@@ -111,7 +111,7 @@ class ToolCallStyle:
         )
 
     def _earlier_call(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
-        """Find a call without an opening mark that ends where the call at `at` begins, behind words of the answer."""
+        """Find a call without an opening mark, behind words of the answer, that ends where the call at `at` begins."""
         name_pattern = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
         for match in name_pattern.finditer(text, 0, at):
             earlier_calls, end_pos = self._read_calls(text, match.start(), names)
@@ -351,14 +351,14 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _match_python_call(rest: str) -> re.Match[str] | None:
-    """Match the probe's arguments, after its name, as keywords of a Python call; `quote` is around strings."""
+    """Match PROBE_ARGUMENTS, rendered behind a call's name, as keywords of Python; group `quote`: around strings."""
     (first_key, x), (b, y) = PROBE_ARGUMENTS.items()
     quote = r"(?P<quote>['\"])"
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
 def _match_bare_object(rest: str) -> re.Match[str] | None:
-    """Find the probe's arguments as an object with unquoted keys, in either order; `quote` is around strings."""
+    """Find PROBE_ARGUMENTS, rendered as an object with unquoted keys in any order; group `quote`: around strings."""
     probe_pairs = [*PROBE_ARGUMENTS.items()]
     for (first_key, x), (b, y) in (probe_pairs, probe_pairs[::-1]):
         quote_pattern = r"(?P<quote>[^\w{}]+?)"

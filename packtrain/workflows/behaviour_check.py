@@ -117,7 +117,7 @@ def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
 
 
 def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
-    """Return whether the budget leaves room for the vocabulary, and report if not."""
+    """Return whether the budget leaves memory to load a vocabulary, which answering needs; report if not."""
     release_memory()
     if budget is None or budget - private_nbytes() >= TOKEN_NBYTES * job.config.vocab_size:
         return True

@@ -104,7 +104,7 @@ class ChatSession:
         return prompt_ids
 
     def tool_call_reader(self) -> ToolCallReader:
-        """Return what renders conversations with tools for the model, and reads the calls of its answers."""
+        """Return a reader that renders conversations with tools by the template, and parses calls in answers."""
         eog_texts = [
             generation_settings.token_text(self.tokenizer, id) for id in self.tokenizer.eog_ids
         ]

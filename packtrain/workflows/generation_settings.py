@@ -270,7 +270,7 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 
 
 def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
-    """Raise DoesNotFit or InputError if this KV cache is too large or cannot be; else load the kernels for it."""
+    """Raise DoesNotFit for a KV cache that exceeds this machine, InputError for its type; prepares its kernels."""
     c, available_nbytes, dtype = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
     each = (heads * dtype.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))

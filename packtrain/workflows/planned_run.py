@@ -320,8 +320,7 @@ def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJ
 
 
 def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
-    """Return the shape with a checkpoint's micro-batch, chunk and tiles: they fix the order of additions, so all
-    bits."""
+    """Return the shape with a checkpoint's micro-batch, chunk and tiles, which fix the order of additions."""
     rows = int(checkpoint_info.get("rows", shape.micro_batch_size))
     chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.micro_batch_size * shape.num_micro_batches) % rows:

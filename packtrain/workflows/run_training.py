@@ -178,7 +178,7 @@ def _prepare_texts(
 
 
 def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
-    """Return a callback that compares steps' times with the estimate (seconds, steps left), but not with ranks."""
+    """Return a callback (a step's seconds, steps left) that may return a remark on the estimate; not for ranks."""
     if current_world().world_size > 1:
         return lambda seconds, num_steps_left: None
     return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))

@@ -106,7 +106,7 @@ def parse_schema(text: str) -> Any:
 
 
 def guidance_schema(schema: Any) -> str:
-    """Convert a parsed schema to JSON for llguidance, with closed objects and white space as llama.cpp allows it."""
+    """Convert a parsed schema to llguidance's JSON: objects take named properties only, white space as in llama.cpp."""
     closer = _SchemaCloser(schema)
     try:
         closed_schema = closer.closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
@@ -183,7 +183,7 @@ def automaton_pattern(pattern: str) -> str:
 
 
 def other_names(names: set[str]) -> str:
-    """Return a pattern of all property names but these: llguidance would let these pass, written with escapes."""
+    """Return a pattern of all property names but `names`, which llguidance itself lets pass if written with escapes."""
     first_chars = {name[0]: f"\\x{{{ord(name[0]):x}}}" for name in sorted(names) if name}
     choices = [
         f"{char_code}({other_names({name[1:] for name in names if name[:1] == char})})"

@@ -13,7 +13,7 @@ SPACE, ANY_TEXT_RULE = r"/[ \t\n]{0,8}/", r"/(?s:.*)/"
 
 
 class ToolCallRules:
-    """Builds the rules of a grammar of tool calls; `wildcards`: patterns by characters of texts that stand for them."""
+    """Builds rules of a tool-call grammar; `wildcards`: what characters of texts stand for, as regular expressions."""
 
     def __init__(self, tokenizer: Tokenizer, wildcards: Mapping[str, str]) -> None:
         self._wild, self._rules = wildcards, list[str]()

@@ -221,7 +221,7 @@ class CellPools:
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0
 
     def expire_ring(self, num_needed: int, freed_mask: int = 0) -> None:
-        """Free cells outside all windows, if fewer than `num_needed` are free once the set `freed_mask` is dropped."""
+        """Free cells of the ring outside all windows, if fewer than `num_needed` are free once `freed_mask` goes."""
         ring = self.pools["ring_"]
         for num_margin in (RING_MARGIN, 0):
             if len(ring.free_cells(0, freed_mask)) >= num_needed:

@@ -86,7 +86,7 @@ class Context:
         cls, config: Config, cache: CacheLayout, sizes: decode_plans.RunSizes,
         runs: Mapping[decode_plans.RunKey, Executor], sequences: int = 1, *, parts: bool = False, checkpoints: int = 0,
     ) -> "Context":  # fmt: skip
-        """Create a context from executors of the graphs of `decode_plans.place_runs`, whose session has the weights."""
+        """Create a context in another's session, such as a training run's, with executors of `place_runs`' graphs."""
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, self.pools.checkpoint_spacing)

@@ -27,7 +27,7 @@ SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
 
 
 def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, np.ndarray]) -> int:
-    """Return private bytes of the session and executors of graphs; of `shared` leaves, mapped from a file, none."""
+    """Return the private bytes of a session with executors of graphs; leaves in `shared` that files map cost none."""
     plans = {name: make_plan(placed_graph) for name, placed_graph in placed_graphs.items()}
     arena_nbytes = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
     leaves = (leaf for placed in placed_graphs.values() for leaf in placed.graph.leaves)

@@ -38,7 +38,7 @@ class RunSizes:
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Choose the numbers of tokens: `prompts` and small ones; rows: results of a run, 0: one for each token."""
+        """Choose run sizes: `prompts`, and powers of two for up to `rows` answers; rows 0: a result a token."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
@@ -91,7 +91,8 @@ def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
 
 
 def shared_end(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
-    """Return the first index where a sequence shares a token with other sequences than before; else `run_end`."""
+    """Return the first index where a sequence shares a token with others than before, where a run must end; else
+    `run_end`, as runs with states take sequences that share all their tokens or none."""
     seqs_by_member = dict[int, frozenset[int]]()
     for i in range(run_start, run_end):
         token_seqs = frozenset(sets[i])

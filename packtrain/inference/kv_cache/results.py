@@ -70,7 +70,7 @@ class RowResults:
 
     @classmethod
     def for_chains(cls, num_rows: int, chains: Sequence[sampling.Chain] | None) -> "RowResults":
-        """Create results for rows, none yet; chains: one a row, consecutive tokens for one chain; None: logits."""
+        """Create results for rows, none yet; chains: the sampler chain of each row; None: rows give logits."""
         if chains is None:
             return cls([sampling.SamplerCut()] * num_rows)
         if len(chains) != num_rows:
@@ -84,7 +84,7 @@ class RowResults:
         return cls(sampler_cuts)
 
     def inputs(self, rows: Sequence[int], num_rows: int, *, draws: bool) -> dict[str, np.ndarray]:
-        """Return inputs of a run with `num_rows` results, the next ones of tokens `rows`, and samplers' settings."""
+        """Return inputs of a run with room for `num_rows` results: of tokens `rows`; if it `draws`, with settings."""
         padded_rows = np.full(num_rows, -1, np.int32)
         padded_rows[: len(rows)] = rows
         if not draws:

@@ -26,7 +26,7 @@ class SamplerCut:
 
 
 def token_cut(base: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCut:
-    """Return the cut for token `index` of a text: `base`, or where the graph draws, that with its seed and index."""
+    """Return a chain's cut, see SamplerCut, for token `index`: `base`, with seed and index if the graph draws."""
     if base.leaves != TOKEN or base.numbers[0] <= 0:  # no draw
         return base
     if seed >= SEEDS:
@@ -35,7 +35,7 @@ def token_cut(base: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCu
 
 
 def base_cut(s: Sampling) -> SamplerCut:
-    """Return the cut that serves any token of a chain with these settings: as much in the graph as can be."""
+    """Return the cut for any token of a chain with these settings: the graph does as many samplers as it can."""
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
         return SamplerCut()

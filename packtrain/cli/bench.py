@@ -76,12 +76,12 @@ class BenchSettings:
 
 
 def run(settings: BenchSettings) -> int:
-    """Measure, and print a table after each measurement. Raises InputError, OSError."""
+    """Measure, print a table after each measurement, and return the exit code. Raises InputError, OSError."""
     return report(settings, measured_tables)
 
 
 def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[BenchTable]]) -> int:
-    """Print each table as it is measured, then write the files. Raises InputError, OSError."""
+    """Print each table as it is measured, then write the files; returns the exit code. Raises InputError, OSError."""
     check_rules(settings)
     _ = settings.limit  # raises InputError for what is no size
     check_writable(settings.json, "--json")

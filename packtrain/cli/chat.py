@@ -26,7 +26,7 @@ END_MESSAGES = {
 
 
 def run(settings: ChatSettings) -> int:
-    """Chat until the input ends; returns 130 if a signal ended it. Raises InputError, DoesNotFit."""
+    """Chat until the input ends; returns 0, or 130 if a signal ended it. Raises InputError, DoesNotFit."""
     talk, is_terminal = ChatSession(settings, TerminalEvents()), sys.stdin.isatty()
     if is_terminal:
         print_message(f"a context of {talk.cells:,} tokens; /help lists the commands")

@@ -19,7 +19,7 @@ GainPoint = tuple[str, str, int, float]  # method, file name, bytes, retained sh
 
 
 def run(settings: ChooseSettings) -> int:
-    """Write the file and print a line per try. Raises InputError, DoesNotFit, and Interrupted on a signal."""
+    """Write the file, print a line per try; returns the exit code. Raises InputError, DoesNotFit, Interrupted."""
     check_writable(settings.svg, "--svg")
     result = choose(settings, TerminalEvents())
     best = result.best

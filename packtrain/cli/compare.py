@@ -21,7 +21,7 @@ ANSWER_WIDTH = 76  # characters of a printed answer's line
 
 
 def run(settings: CompareSettings) -> int:
-    """Print the table and some answers. Raises InputError, DoesNotFit, and Interrupted on a signal."""
+    """Print the table and some answers; returns the exit code. Raises InputError, DoesNotFit, Interrupted."""
     check_writable(settings.html, "--html")
     check_writable(settings.json, "--json")
     comparison = compare(settings, TerminalEvents())

@@ -53,7 +53,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _wrapped_lines(text: str, width: int) -> list[str]:
-    """Wrap the lines of a text, at most MAX_LINES; the last line is `…` if there are more."""
+    """Return a text's lines, wrapped, at most MAX_LINES; the last line is `…` if there are more."""
     lines = [part for line in text.splitlines() for part in wrap(printable(line), width)]
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "…"]
 

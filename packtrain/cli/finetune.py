@@ -18,7 +18,7 @@ INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's 
 
 
 def run(settings: TuneSettings) -> int:
-    """Tune; returns 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
+    """Tune; returns 0, or 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
     events = run_events(settings)
     result = finetune(settings, events)
     if result.stopped or rank():

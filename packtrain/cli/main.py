@@ -74,7 +74,7 @@ MAX_HELP_WIDTH = 100  # most columns of a help
 
 
 def command() -> int:
-    """Run `main` as the whole process: garbage collection of modules and at the end, which takes 25 ms, is left out."""
+    """Run `main` as the whole process; no garbage collection of modules and at the end, which would take 25 ms."""
     try:
         return main(owns_process=True)
     finally:
@@ -238,7 +238,7 @@ def _error_line(error: Exception) -> str:
 
 
 def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
-    """Set --config to the run.yaml in the folder of a run that is resumed, unless --config is given."""
+    """Return the options, of a resumed run with its folder's run.yaml as --config, unless --config is given."""
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.run_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"

@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 
 
 def with_keywords(text: str) -> str:
-    """Replace flags of a message by keywords: `--lora-rank` becomes lora_rank, `--no-pack` pack=False."""
+    """Return a message with keywords in place of flags: `--lora-rank` becomes lora_rank, `--no-pack` pack=False."""
 
     def to_keyword(match: re.Match[str]) -> str:
         name = (match["name"] or "").replace("-", "_")

@@ -239,7 +239,7 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
 
 
 def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
-    """Name a setting: `run.yaml: batch_size` by file, `--batch-size` for "", batch_size for None (Python)."""
+    """Return a setting's name in errors: `run.yaml: batch_size`, --batch-size for "", batch_size for None (Python)."""
     if source or source is None:
         return f"{source}: {field.name}" if source else field.name
     return field.name.upper() if field.metadata.get("positional") else flag(field.name)
@@ -359,5 +359,5 @@ def to_yaml(settings: Any) -> str:
 
 
 def unescape(text: str) -> str:
-    r"""Replace \n and \t, as typed on a command line, by a line feed and a tab."""
+    r"""Return a text with \n and \t, as typed on a command line, as a line feed and a tab."""
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -28,7 +28,7 @@ SCALAR_STRUCTS = {kind: Struct(f"<{c}") for kind, c in zip(NUMPY_CODES, "BbHhIif
 
 
 def shorten_text(text: str) -> str:
-    """Shorten a text of the file for an error message."""
+    """Return a text of the file, shortened for an error message."""
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:MAX_TEXT_LENGTH]}…"
 
 

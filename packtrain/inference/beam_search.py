@@ -140,7 +140,7 @@ class BeamSearch:
         self._finished_beams = ranked_beams[: self._search.num_beams]
 
     def _assign_sequences(self, beams: list[Beam]) -> list[Beam]:
-        """Give each beam a sequence of its own: the first that extends a text keeps its sequence, others copy it."""
+        """Return beams with a sequence each: the first that extends a text keeps its sequence, others get a copy."""
         live_seqs, context, placed_beams = {beam.seq for beam in beams}, self._context, list[Beam]()
         free_seqs = [seq for seq in range(self._search.width) if seq not in live_seqs]
         for seq in free_seqs:

@@ -37,7 +37,7 @@ def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
 
 
 def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
-    """Divide a vector by its norm: 1 taxicab, 2 Euclidean, p; 0: scale its largest value to 32760; -1: keep it."""
+    """Return a vector over its norm: 1 taxicab, 2 Euclidean, p; 0: with 32760 as its largest value; -1: as it is."""
     if norm < 0:
         return vector
     magnitudes = np.abs(vector.astype(np.float64))

@@ -19,7 +19,7 @@ MAX_EMBEDDING_NUMBERS = 1 << 19  # most numbers in all embeddings of a request
 
 
 def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
+    """Return embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
     encoding_format = body.text("encoding_format", "float")
     width = server.model.config.embedding_length
     if encoding_format not in ("float", "base64"):
@@ -40,7 +40,7 @@ def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
 
 
 def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer embeddings in llama-server's own shape: a list of vectors for each text."""
+    """Return embeddings in llama-server's own shape: a list of vectors for each text."""
     content = body.get("content") if body.has("content") else body.get("input")
     _, vectors = embed_content(server, body, content)
     return [
@@ -91,7 +91,7 @@ def rerank_head(model: ModelFile) -> np.ndarray:
 
 
 def rerank(server: Server, body: JsonBody, request: Request) -> Any:
-    """Score how well documents fit a query; answers as Jina, or for `texts` as text-embeddings-inference."""
+    """Return scores of how well documents fit a query, in Jina's shape, or for `texts` text-embeddings-inference's."""
     if server.rerank_head is None:
         raise HttpRefusal(
             501, "This server does not support reranking. Start it with `--reranking`"

@@ -291,7 +291,7 @@ class Server:
         return self._call_idle(number, erase)
 
     def _call_idle(self, number: int, function: Callable[[Context], int]) -> int:
-        """Call a function in the engine's thread while slot `number` is idle. Raises HttpRefusal if it is busy."""
+        """Return what a function returns in the engine's thread while a slot is idle. Raises HttpRefusal if not."""
 
         def call() -> int:
             if self.engine.slots[number].answer:
@@ -347,7 +347,7 @@ class Server:
 
 @contextmanager
 def _file_errors(path: Path, verb: str) -> Iterator[None]:
-    """Turn errors of a slot's file into InputError, which does not tell clients the file's folder."""
+    """Within the block, turn errors of a slot's file into InputError, which does not tell clients its folder."""
     try:
         yield
     except FileNotFoundError:

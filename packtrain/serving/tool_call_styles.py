@@ -287,7 +287,7 @@ def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _value_kind(value: Any) -> str:
-    """Say whether a probe's value is its `name` or its `arguments`; "" for others."""
+    """Return "name" or "arguments" for a value of the probe call, PROBE_ARGUMENTS in their order; "" for others."""
     if value == NAME:
         return "name"
     return "arguments" if value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS else ""

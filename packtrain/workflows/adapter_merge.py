@@ -57,7 +57,7 @@ class MergeSettings:
 
 
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
-    """Merge adapters into the base and write the file. Raises InputError and leaves an existing file as it was."""
+    """Merge adapters into the base as a file; returns counts and bytes. Raises InputError; an old file then stays."""
     check_rules(settings)
     start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGEABLE)

@@ -177,7 +177,7 @@ class EvalDataLoader:
     report: ReportFunction
 
     def load(self, max_context: int) -> EvalData:
-        """Load the windows of a text, or else samples. Raises InputError."""
+        """Return the windows of a text, or else samples or questions. Raises InputError."""
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)
@@ -203,7 +203,7 @@ class EvalDataLoader:
         return self.settings.separator and unescape(self.settings.separator)
 
     def _windows(self, path: Path, ids: np.ndarray, bos_id: int | None, length: int) -> EvalData:
-        """Cut a text into windows, as llama-perplexity does."""
+        """Return a text in windows, cut and scored as llama-perplexity does."""
         if len(ids) < 3:
             raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
         if len(ids) < length:
@@ -222,7 +222,7 @@ class EvalDataLoader:
         return EvalData(batches, ids, description)
 
     def _questions(self, path: Path, length: int) -> EvalData:
-        """Read multiple choice; each choice is a row. Raises InputError."""
+        """Return questions with choices, each choice as a row. Raises InputError."""
         check_context(self.model.config, length, self.report)
         options = self.settings.skip_bad, self.settings.columns, self.report
         questions = multiple_choice.read_questions(path, self.model.tokenizer(), length, *options)
@@ -233,7 +233,7 @@ class EvalDataLoader:
         return EvalData(batches, samples.ids, description, questions)
 
     def _samples(self, path: Path, part: str, length: int) -> EvalData:
-        """Read documents or conversations in rows, as finetune's validation does."""
+        """Return documents or conversations in rows, as finetune's validation reads them."""
         settings = self.settings
         recipe = DatasetRecipe(
             path, self.model.gguf.path, length, everything=settings.all_positions, separator=self._separator,

@@ -104,7 +104,7 @@ def scored_sequences(batch: Batch) -> Iterator[tuple[list[int], np.ndarray, np.n
 def measure_divergence(
     base: ModelFile | SavedLogits, model: ModelFile, batches: Batches, cache_type: str, device: Target, events: Events
 ) -> Divergence:  # fmt: skip
-    """Compare a model with its base on batches. Raises InputError if they do not match, and Interrupted."""
+    """Return how far a model is from its base on batches. Raises InputError if they do not match, and Interrupted."""
     if isinstance(base, SavedLogits):
         base.check(saved_logits.windows_of(batches, "--kl-base"), model.config.vocab_size)
     else:
@@ -136,7 +136,7 @@ def kl_divergence(
     reference: Iterable[tuple[np.ndarray, int]], model: Iterable[tuple[np.ndarray, int]],
     min_logprob: float = -math.inf,
 ) -> Divergence:  # fmt: skip
-    """Compare the predictions of two models up to the end of the shorter ones.
+    """Return how far the predictions of two models are apart, up to the end of the shorter ones.
 
     min_logprob  tokens that are no likelier by the reference do not count
     """

@@ -56,7 +56,7 @@ class ChoiceScores:
 
 
 def score_choices(questions: Sequence[ChoiceQuestion], losses: np.ndarray) -> ChoiceScores:
-    """Score questions from the losses (N,) of all tokens of all choices, one after the other."""
+    """Return scores of questions from the losses (N,) of all tokens of all choices, one after the other."""
     counts = [len(x) - q.start for q in questions for x in q.ids]
     sums = -np.add.reduceat(losses.astype(np.float64), np.cumsum([0, *counts[:-1]]))
     logprobs = np.split(sums, np.cumsum([len(q.choices) for q in questions[:-1]]))

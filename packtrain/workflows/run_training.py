@@ -84,7 +84,7 @@ def execute_run(
 def _execute_plan(
     run_plan: PlannedRun, train: Callable[[], TrainingResult], events: Events, after_steps: AfterSteps,
 ) -> TrainingResult:  # fmt: skip
-    """Run the steps (`train`) of a plan; then rank 0 draws the plan, reports, and calls `after_steps`."""
+    """Run the steps (`train`), whose result returns; rank 0 then draws the plan, reports, and calls `after_steps`."""
     if current_world().rank:
         return train()
     folder, resume, window = run_plan.job.settings.folder, run_plan.resume, run_plan.plans.window
@@ -248,7 +248,7 @@ def _prepare_folder(settings: RunSettings, run_plan: PlannedRun) -> None:
 
 
 def _sample_text(job: TrainingJob, engine: TrainingEngine, tokenizer: Tokenizer) -> str:
-    """Generate text after --sample-prompt with the weights of the run."""
+    """Return text that the run's weights generate after --sample-prompt."""
     cells = job.config.context_length
     sizes = RunSizes(tuple(run_size for run_size in engine.run if isinstance(run_size, int)), 1)
     generator = Generator(Context.within(job.shape.config, CacheLayout(cells), sizes, engine.run))
@@ -302,7 +302,7 @@ def _report_lines(result: TrainingResult) -> Iterator[str]:
 
 
 def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool = True) -> str:
-    """Say in a sentence which step the result comes from, with validation losses.
+    """Return a sentence on which step the result comes from, with validation losses.
 
     is_best            the result is the step with the lowest validation loss, not the last
     has_several_evals  the run validated more than once

@@ -43,7 +43,7 @@ def answer_text(message: Message) -> str:
 
 
 def score_calls(calls: Sequence[ToolCall], expected_calls: Sequence[ToolCall]) -> ToolCallScore:
-    """Compare calls in any order: `5` equals `5.0`, and the order of keys does not count."""
+    """Return how calls compare with the expected ones, in any order; `5` equals `5.0`, the order of keys is free."""
     names, expected_names = (sorted(name for name, _ in x) for x in (calls, expected_calls))
     values, expected_values = (sorted(map(_value_text, x)) for x in (calls, expected_calls))
     return ToolCallScore(bool(expected_calls), names == expected_names, values == expected_values)

@@ -128,7 +128,7 @@ class ProgressEvents(Events):
 
 
 def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
-    """Try each type and write the file. Raises InputError, DoesNotFit, Interrupted; nothing is written then."""
+    """Try each type, write the best file, and return all trials. Raises InputError, DoesNotFit, Interrupted."""
     _check_inputs(settings)
     compile_kernels(settings.memory)
     output = settings.output.resolve()

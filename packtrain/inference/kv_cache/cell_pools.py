@@ -130,7 +130,7 @@ class CellPools:
     # ---- taking cells
 
     def place_tokens(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> PlacedTokens:
-        """Take cells for the next tokens; sets: the sequences of each token. Raises CacheFull, and takes none."""
+        """Take cells for the next tokens and return these with them; sets: each token's sequences. Raises CacheFull."""
         seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
         token_positions = self.next_positions(sets)
         cells_by_pool = {"cell_": self.all.find_free_cells(seqs)}

@@ -207,7 +207,7 @@ def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dic
 
 
 def pad_inputs(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
-    """Pad inputs to a run of `size` tokens, i32: the added tokens see nothing and write nothing."""
+    """Return inputs, i32, padded to a run of `size` tokens: the added tokens see nothing and write nothing."""
     padding_values = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
     every = dict[str, np.ndarray]()
     for name, value in inputs.items():

@@ -103,7 +103,7 @@ class SavedSequences:
         cls, pools: CellPools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
         has_all_pools: bool = True,
     ) -> "SavedSequences":  # fmt: skip
-        """Copy the cells of sequences; without `has_all_pools`, only ring and states, which later tokens overwrite."""
+        """Return a copy of sequences' cells; without `has_all_pools`, of ring and states, which tokens overwrite."""
         parts = dict[str, SavedCells]()
         for pool, pool_cells in pools.pools.items():
             if pool == "cell_" and not has_all_pools:
@@ -176,7 +176,7 @@ def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
 
 
 def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
-    """Pack sequences into bytes: head, description, the arrays of each part, and the SHA-256 of all of them."""
+    """Return sequences as bytes: head, description, the arrays of each part, and the SHA-256 of all of them."""
     parts = stored.parts.items()
     cell_counts = {pool: len(saved_cells.pos) for pool, saved_cells in parts}
     description = {

@@ -115,7 +115,7 @@ class Chain:
         )
 
     def _draw_next(self, c: Candidates, vocab_size: int) -> int:
-        """Apply the samplers to candidates and draw the next token."""
+        """Apply the samplers to candidates and return the token that is drawn from the rest."""
         rng = samplers.token_rng(self.seed, self.index)
         c = self._filter(c, vocab_size, rng)
         id = samplers.draw_token(c, rng)
@@ -125,7 +125,7 @@ class Chain:
         return id
 
     def _filter(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
-        """Apply biases and samplers to candidates. Raises InputError if no token is left."""
+        """Return the candidates that biases and samplers leave. Raises InputError if no token is left."""
         if self._biases:
             c = samplers.logit_bias(c, self._biases)
             c = c.select(c.logits > -np.inf)

@@ -238,7 +238,7 @@ def _error_line(error: Exception) -> str:
 
 
 def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
-    """Return the options, of a resumed run with its folder's run.yaml as --config, unless --config is given."""
+    """Return the options; a resumed run without --config takes its folder's run.yaml as that."""
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.run_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"

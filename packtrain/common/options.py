@@ -90,7 +90,7 @@ def required(help: str, *, flags: str = "", group: str = "") -> Any:
 
 
 def option_fields(cls: type) -> list["dataclasses.Field[Any]"]:
-    """Return the fields of a class that are declared as options."""
+    """Return the dataclass fields of a class that are declared as options."""
     return [field for field in _fields(cls) if "help" in field.metadata]
 
 

@@ -43,7 +43,7 @@ class ResponseFormat(Protocol):
 def make_response(
     server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat, is_stream: bool
 ) -> Response:
-    """Create the response to a request, a stream or a document. Raises InputError."""
+    """Create the response that runs jobs and sends their answers, as events or one document. Raises InputError."""
     for job in jobs:
         server.check_job(job)
     response_class = EventStreamResponse if is_stream else FullResponse

@@ -127,7 +127,8 @@ class RunsPageServer:
     # ---- running
 
     def start(self) -> None:
-        """Serve in a thread; returns once the server has answered each kind of request."""
+        """Serve in a thread; returns once the server has answered each kind of request, and so allocated their
+        memory."""
         args = ([self._socket],)
         self._thread = threading.Thread(target=self._server.run, args=args, daemon=True)
         self._thread.start()

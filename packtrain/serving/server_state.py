@@ -51,7 +51,7 @@ class StoredResponses:
                 self._nbytes -= len(self._conversations.popitem(last=False)[1])
 
     def messages(self, response_id: str) -> list[JsonObject]:
-        """Return a conversation. Raises HttpRefusal if it is not stored, or no longer."""
+        """Return the messages of a conversation. Raises HttpRefusal if it is not stored, or no longer."""
         with self._lock:
             encoded = self._conversations.get(response_id)
         if encoded is None:

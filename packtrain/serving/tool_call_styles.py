@@ -231,7 +231,7 @@ def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
 
 
 def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[str, str], ...]:
-    """Return the texts between key and value for kinds of values whose text is not that of strings."""
+    """Return the text between an argument's key and value for kinds of values where it differs from that of strings."""
     assert style.pair is not None
     separators, (_, default_separator, after_value) = [], style.pair
     for kind, value in EXAMPLE_VALUES.items():
@@ -287,7 +287,7 @@ def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _value_kind(value: Any) -> str:
-    """Return "name" or "arguments" for a value of the probe call, PROBE_ARGUMENTS in their order; "" for others."""
+    """Return "name" or "arguments" if a value in a parsed call is the probe's name or PROBE_ARGUMENTS, else ""."""
     if value == NAME:
         return "name"
     return "arguments" if value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS else ""

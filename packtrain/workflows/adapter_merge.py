@@ -102,7 +102,8 @@ def _write_calibrated(
     settings: MergeSettings, merge_job: Merging, name: str, done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
 ) -> None:  # fmt: skip
-    """Write the merged file, rounded by --calibrate, or in the blocks of an aware adapter. Raises DoesNotFit."""
+    """Write the merged file, with matrices rounded by what they compute on data, or as an adapter of `--aware` was
+    trained for them to be. Raises DoesNotFit if --memory is too small."""
     if merge_job.aware is not None:
         events.message(AWARE_MESSAGE)
         merge_job.write_file(settings.output, name, done=done)

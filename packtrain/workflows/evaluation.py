@@ -127,7 +127,7 @@ def _save_logits(
     settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], data: EvalData, device: Target,
     events: Events,
 ) -> None:  # fmt: skip
-    """Write --save-logits of the model. Raises InputError, Interrupted."""
+    """Write a model's predictions to the file of --save-logits, if it is given. Raises InputError, Interrupted."""
     if settings.save_logits is None:
         return
     if len(named_models) > 1:

@@ -28,7 +28,8 @@ from packtrain.workflows.training_result import TrainingResult
 
 
 def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
-    """Tune a model, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
+    """Tune a model, merge and measure; returns files, plan and losses. Raises InputError, DoesNotFit, DiskFull,
+    OSError, ArithmeticError."""
     if rank() == 0:
         _check_outputs(settings)
     return execute_run(settings, prepare, events, _before_steps, _after_steps)

@@ -161,7 +161,7 @@ def configured(model: ModelFile, settings: Any, report: ReportFunction) -> Model
 
 
 def choose_chat_template(name: str | None, model: ModelFile, events: Events) -> str:
-    """Return the source of the chat template `name`, by default the model's; reports a choice that needs a reason."""
+    """Return the source of the chat template `name`, by default the model's; reports why if that is not used."""
     metadata = model.gguf.metadata
     template = choose_template(metadata, template_source(metadata), name and load_template(name))
     if template.reason:

@@ -216,7 +216,7 @@ def _request(
 def _plan_job(
     job: TrainingJob, request: PlanRequest, shared_decision: tuple[StepShape, bool] | None, report: ReportFunction,
 ) -> tuple[TrainingJob, TrainingPlans, PlanRequest]:  # fmt: skip
-    """Return the job, its plans and the request, with moments on the device or in this process, whichever is faster.
+    """Return job, plans and request, with the optimizer's moments on the device or in this process, as is faster.
 
     shared_decision  of rank 0: the shape, and whether moments are offloaded; None: decide here
     """

@@ -300,7 +300,7 @@ class _SchemaCloser:
                 yield from self._all_parts(branch, seen_ids)
 
     def _definition_reference(self, ref: Any, is_merged: bool) -> Any:
-        """Return a `$ref` to the closed target, which is added to `parts` once, as a schema may contain itself."""
+        """Return a `$ref` to the closed target of `ref`, which joins `parts` once, as a schema may contain itself."""
         if (target := self._reference_target(ref)) is None:
             return ref
         if (definition_key := (id(target), is_merged)) not in self._names:

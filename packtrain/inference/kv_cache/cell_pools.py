@@ -193,7 +193,7 @@ class CellPools:
     def inputs(
         self, piece: PlacedTokens, size: int, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return the cells' inputs of a run of `size` tokens; those beyond the placed ones read and write nothing."""
+        """Return the graph inputs for the cells of a run of `size` tokens; those beyond the placed ones are padding."""
         num_lines = count_lines(size, self.sequences)
         run_inputs = kv_cells.pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():

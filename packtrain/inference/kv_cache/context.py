@@ -86,7 +86,7 @@ class Context:
         cls, config: Config, cache: CacheLayout, sizes: decode_plans.RunSizes,
         runs: Mapping[decode_plans.RunKey, Executor], sequences: int = 1, *, parts: bool = False, checkpoints: int = 0,
     ) -> "Context":  # fmt: skip
-        """Create a context in another's session, such as a training run's, with executors of `place_runs`' graphs."""
+        """Create a context in a session that others use, too, as a training run's, from executors of `place_runs`."""
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, self.pools.checkpoint_spacing)

@@ -56,8 +56,9 @@ class RunSizes:
     def parts(
         self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int], *, states: bool = False,
     ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:  # fmt: skip
-        """Divide tokens into runs; yields the tokens of each, their sequences, and the rows wanted of them.
+        """Divide tokens into runs; yields each run's tokens, their sequences, and which of them (indices) have results.
 
+        sets    sequences of each token; rows: indices of tokens with results
         states  the model has scans: tokens of a run must share sequences alike, and a run ends near the end of a prompt
         """
         cuts = state_cuts(sets, rows) if states else []

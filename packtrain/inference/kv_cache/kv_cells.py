@@ -151,7 +151,7 @@ class CellTable:
         self, seqs: Sequence[int], start_positions: Sequence[int], last: Sequence[int],
         state_owners: Sequence[tuple[int, ...]],
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Take a cell for each sequence's state after position `last`; returns the cells to read, and those to write.
+        """Take a cell for each sequence's scan state after position `last`; returns cells to read, and cells to write.
 
         start_positions  first position of each sequence without a state; 0: there is no state to read
         state_owners     sequences that will have each new state
@@ -198,7 +198,7 @@ class CellTable:
 
 
 def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:
-    """Return inputs of a run: the state cells that each line (sequence) reads and writes, -1 for padding."""
+    """Return inputs of a run: the cells of scan states that each line, a sequence, reads and writes; -1: padding."""
     padding = (0, lines - len(source))
     return {
         f"state_{name}": np.pad(cells, padding, constant_values=-1).astype(np.int32)

@@ -46,7 +46,7 @@ def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
 
 
 def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int, int]:
-    """Return by token how long a repetition it would extend: the longest earlier copy of the text's end before it."""
+    """Return for each token that followed an earlier copy of the text's end the length of its longest such copy."""
     lengths_by_id: dict[int, int] = {}
     reversed_ids = np.asarray(recent_ids)[::-1]
     for k, length in enumerate(_z_lengths(reversed_ids)):
@@ -73,7 +73,8 @@ def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
 def find_breakers(
     texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Return the tokens that contain one of `texts` or end with its beginning, each with the ids that complete it."""
+    """Return tokens that contain one of `texts`, at which `dry_penalty` ends repetitions, or end with its beginning;
+    each with the ids that complete the text."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:

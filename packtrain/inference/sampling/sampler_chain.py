@@ -24,7 +24,7 @@ class Constraint(Protocol):
         """Return the mask (size,) bool of tokens that can come; None: all."""
 
     def accept(self, id: int) -> None:
-        """Advance by the token that the text got."""
+        """Advance the constraint by the token that the text got."""
 
     def copy(self) -> "Constraint":
         """Return an independent constraint in the same state."""

@@ -127,8 +127,7 @@ class RunsPageServer:
     # ---- running
 
     def start(self) -> None:
-        """Serve in a thread; returns once the server has answered each kind of request, and so allocated their
-        memory."""
+        """Serve in a thread; returns once each kind of request was answered, and so has its memory."""
         args = ([self._socket],)
         self._thread = threading.Thread(target=self._server.run, args=args, daemon=True)
         self._thread.start()

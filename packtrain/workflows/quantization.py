@@ -124,7 +124,7 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
 def _check_weights(
     gguf: GGUF, types: Mapping[str, Dtype], weights_by_tensor: Mapping[str, np.ndarray]
 ) -> None:
-    """Raise InputError if a tensor gets a type that needs column weights, and has none."""
+    """Raise InputError if a tensor's new type needs a weight for each column (importance), and there is none."""
     # importance matrices and data cover only blocks
     outside = {OUTPUT: "--output-tensor-type"} | dict.fromkeys(EMBEDDINGS, "--token-embedding-type")
     for name, entry in gguf.entries.items():

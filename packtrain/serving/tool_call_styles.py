@@ -61,7 +61,7 @@ class ToolCallStyle:
     words_prefix: str = ""
 
     def value_separator(self, kind: str) -> str:
-        """Return the text between key and value, for a value of this type of JSON Schema."""
+        """Return the text between an argument's key and its value, of this type of JSON Schema."""
         assert self.pair is not None
         kind = kind if kind != "number" else "integer"
         return dict(self.typed_separators).get(kind, self.pair[1])
@@ -195,7 +195,7 @@ EXAMPLE_VALUES = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a":
 
 
 def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle:
-    """Return the style that a chat template writes, or teaches if it writes no calls; else Hermes's."""
+    """Return the style of tool calls that a chat template writes, or teaches if it writes none; else Hermes's."""
     written_style = _rendered_style(renderer) if renderer.takes_calls else None
     if written_style is not None:
         return written_style
@@ -209,7 +209,7 @@ def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle
 
 
 def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
-    """Derive the style from replies rendered with one call and with two; None if they show no known style."""
+    """Derive a template's style of tool calls from replies rendered with one call and with two; None if unknown."""
     try:
         words_prefix = _render_reply(renderer, {"content": PROBE_WORDS}).partition(PROBE_WORDS)[0]
         one_call = _render_reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0)]})
@@ -269,7 +269,7 @@ def _call(name: str, call_index: int) -> CallObject:
 
 
 def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
-    """Derive a style with name and arguments in one object, or in a list of objects; None if it is not that."""
+    """Derive a style of calls that are objects with name and arguments, or lists of them, from replies; None if not."""
     for start in (match.start() for match in re.finditer(r"[{\[]", one_call)):
         document, end = read_document(one_call, start)
         call_object = document[0] if isinstance(document, list) and document else document
@@ -294,7 +294,7 @@ def _value_kind(value: Any) -> str:
 
 
 def _call_separator(two_calls: str, opening: str, closing: str) -> str:
-    """Return the text between two calls, objects, in a rendered reply; "" if there is none."""
+    """Return the text between two calls that are objects, in the reply `two_calls`; "" if there is none."""
     value_start = two_calls.find(PROBE_VALUES[1])
     end_offsets = [
         match.end()
@@ -311,7 +311,7 @@ def _call_separator(two_calls: str, opening: str, closing: str) -> str:
 
 
 def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
-    """Derive a style with arguments after the name, as an object or one by one; None if it is not that."""
+    """Derive a style of calls with arguments behind the name, as an object or one by one, from replies; None if not."""
     opening, _, rest = one_call.partition(NAME)
     if not rest or NAME in rest:
         return None
@@ -369,7 +369,7 @@ def _match_bare_object(rest: str) -> re.Match[str] | None:
 
 
 def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
-    """Return the text between a call's arguments, which end with `arguments_end`, and the next name."""
+    """Return the text between the first call's arguments, which end with `arguments_end`, and the next name."""
     _, last_value, text_after_value = two_calls.partition(PROBE_VALUES[1])
     call_gap, probe_last, _ = text_after_value.partition(PROBE_LAST)
     at = call_gap.find(arguments_end)

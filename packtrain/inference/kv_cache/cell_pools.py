@@ -215,7 +215,7 @@ class CellPools:
             self.pools[pool].release_cells(cells)
 
     def first_needed_pos(self, pool: str, seq: int, num_margin: int = RING_MARGIN) -> int:
-        """Return the first position of a sequence that its next tokens read in a pool, less a margin in the ring."""
+        """Return the first position that a sequence's next tokens read in a pool (in the ring less a margin)."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0
@@ -230,7 +230,7 @@ class CellPools:
                 ring.drop_positions(seq, until=self.first_needed_pos("ring_", seq, num_margin))
 
     def is_complete(self, seq: int) -> bool:
-        """Return whether a sequence has its state, and in the ring all positions that its next token attends to."""
+        """Return whether the cache has what a sequence's next token reads: its window in the ring, its scan state."""
         has_state = self.num_states and len(self.all.of(seq))
         if has_state and not len(self.pools[STATE].of(seq, self.first_needed_pos(STATE, seq))):
             return False
@@ -240,11 +240,11 @@ class CellPools:
         return len(self.pools["ring_"].of(seq, start_pos)) >= len(self.all.of(seq, start_pos))
 
     def state_end(self, seq: int) -> int:
-        """Return the position after the last state that a sequence still has; 0 without scans."""
+        """Return the position up to which the cache has a sequence's scan state (of recurrent layers); 0: none."""
         return self.pools[STATE].next(seq) if self.num_states else 0
 
     def check_complete(self, seq: int) -> None:
-        """Raise ContextError if a sequence lacks cells or a state that its next token reads."""
+        """Raise ContextError if the cache lacks what a sequence's next token reads, see `is_complete`."""
         if not self.is_complete(seq):
             raise ContextError(
                 f"sequence {seq} was taken back further than its window or state is kept: remove it whole, or call"

@@ -336,7 +336,7 @@ class Context:
             raise ContextError(f"{path}: {error}") from None
 
     def _save_checkpoint(self, piece: PlacedTokens, rows: Sequence[int]) -> None:
-        """Save windows and states of sequences that a run took past the next checkpoint or left inside a prompt."""
+        """Save the windows and scan states of sequences that reached their next checkpoint or stopped in a prompt."""
         if (self.pools.ring_cells or self.pools.num_states) and self._checkpoints.max_checkpoints:
             for seq in piece.seqs:
                 if piece.goes_on(seq, rows) or self._checkpoints.is_due(seq, self.next(seq)):
@@ -346,7 +346,7 @@ class Context:
                     self._checkpoints.add_state(seq, self.next(seq), saved_sequences)
 
     def _restore_window(self, seq: int) -> int:
-        """Take a sequence back to its last checkpoint, or to nothing; returns the number of tokens that it keeps."""
+        """Take a sequence back to its last saved window and state, or to nothing; returns its number of tokens."""
         checkpoint = self._checkpoints.latest_state(seq, self.next(seq))
         num_retained = self.pools.state_end(seq)
         if num_retained > (checkpoint[0] if checkpoint else 0):  # the last run's first state

@@ -41,7 +41,7 @@ def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, n
 
 
 def windows_nbytes(config: Config, cache: CacheLayout, num_checkpoints: int) -> int:
-    """Return the bytes of `num_checkpoints` saved windows and states of sequences, and of one more in the making."""
+    """Return the bytes of `num_checkpoints` saved windows and scan states, and of one more in the making."""
     if not num_checkpoints:
         return 0
     state_nbytes = sum(leaf.spec.nbytes for leaf in cache.scan_states(config).values())

@@ -79,7 +79,7 @@ class RunSizes:
 
 
 def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
-    """Return where runs end a few tokens before the ends of prompts, to save a state: texts often go back there."""
+    """Return where runs end a few tokens before the ends of prompts, to save scan states: texts often go back there."""
     tokens_by_seq = dict[int, list[int]]()
     for i, token_seqs in enumerate(sets):
         tokens_by_seq.setdefault(token_seqs[0], []).append(i)

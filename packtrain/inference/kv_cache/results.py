@@ -95,7 +95,7 @@ class RowResults:
         return {"rows": padded_rows, SAMPLER_FLOATS: float_settings, SAMPLER_INTS: int_settings}
 
     def output_names(self, num_rows: int) -> set[str]:
-        """Return the names of the outputs that the next `num_rows` rows need."""
+        """Return the names of the graph's outputs that the next `num_rows` rows need."""
         names = {name for cut in self._next_cuts(num_rows) for name in OUTPUT_NAMES[cut.leaves]}
         return names | ({HIDDEN_STATES} if self.hidden_states else set())
 

@@ -162,7 +162,7 @@ class SavedSequences:
 
 
 def move_states(session: Session, leaf_labels: Sequence[str], move: CellMove) -> None:
-    """Copy states of sequences within the session, from `move.source` to `move.to`."""
+    """Copy scan states of sequences within the session, from cells `move.source` to `move.to`."""
     for leaf_label in leaf_labels:
         state_rows = session.view(leaf_label)[move.source]
         session.fill(leaf_label, partial(put_rows, at=move.to, rows=state_rows))
@@ -251,7 +251,7 @@ REREAD_MESSAGE = "sequence {}: no checkpoint is left of its window; its text is 
 
 @dataclass(slots=True)
 class StateCheckpoints:
-    """At most `max_checkpoints` saved states of each sequence, `token_spacing` tokens apart; the oldest go first."""
+    """At most `max_checkpoints` saved windows or states a sequence, `token_spacing` tokens apart; old ones go first."""
 
     max_checkpoints: int
     token_spacing: int

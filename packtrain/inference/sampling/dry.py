@@ -17,7 +17,7 @@ Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 def dry_penalty(
     c: Candidates, recent_ids: Sequence[int], breakers: Breakers, multiplier: float, base: float, allowed_length: int,
 ) -> Candidates:  # fmt: skip
-    """Return candidates with multiplier · base^(length − allowed) off tokens that extend a repetition of `length`."""
+    """Return candidates, less multiplier · base^(length − allowed) for tokens that extend a repetition of `length`."""
     if not multiplier or base < 1 or len(recent_ids) <= allowed_length:
         return c
     max_length = _unbroken_length(recent_ids, breakers)

@@ -81,7 +81,7 @@ class Chain:
         return self._constraint is not None and self._constraint.over
 
     def cut(self, ahead: int = 0) -> SamplerCut:
-        """Return which result must leave the device to choose the token `ahead` places after the next one."""
+        """Return the cut for the token `ahead` places after the next: the graph gives logits, candidates or it."""
         if self.whole:
             return SamplerCut()
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)

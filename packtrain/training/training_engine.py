@@ -50,7 +50,7 @@ class TrainStepResult:
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
+    """Mean loss of `tokens` tokens, and the standard error of that mean over windows, NaN for a single one.
 
     accuracy    share of them that were the likeliest token, NaN if unknown
     eog_counts  of tokens that end an answer: how many were the likeliest token, and how many there were
@@ -292,12 +292,12 @@ def evaluate(
     num_hits = sum(result[2] for result in results)
     has_weight = weight > 0
     total, weight, num_rows = total[has_weight], weight[has_weight], int(has_weight.sum())
-    mean = float(total.sum() / weight.sum())
+    mean, tokens = float(total.sum() / weight.sum()), float(weight.sum())
     spread = float(np.square(total - mean * weight).sum()) * num_rows / max(num_rows - 1, 1)
-    tokens = float(weight.sum())
+    error = spread**0.5 / tokens if num_rows > 1 else math.nan
     num_right_eog, num_eog = (sum(result[3][column] for result in results) for column in (0, 1))
     eog_counts = (num_right_eog, num_eog)
-    return ValidationResult(mean, spread**0.5 / tokens, int(tokens), num_hits / tokens, eog_counts)
+    return ValidationResult(mean, error, int(tokens), num_hits / tokens, eog_counts)
 
 
 def _share_out(batches: Iterable[Batch], world: World, measure: Callable[[Batch], T]) -> list[T]:
@@ -335,5 +335,5 @@ def _evaluate_pairs(
     losses, margins = zip(*_share_out(batches, world, measure), strict=True)
     all_losses, wins = np.concatenate(losses), chosen_wins(np.concatenate(margins))
     num_pairs = len(all_losses)
-    error = float(all_losses.std()) / math.sqrt(max(num_pairs - 1, 1))
+    error = float(all_losses.std()) / math.sqrt(num_pairs - 1) if num_pairs > 1 else math.nan
     return ValidationResult(float(all_losses.mean()), error, num_pairs, float(wins.mean()))

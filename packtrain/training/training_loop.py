@@ -125,10 +125,10 @@ class TrainingLoop:
         self.progress = self.progress.validated(evaluated.loss, evaluated.eog_counts, best=patient)
         if current_world().rank == 0 and patient and not self.progress.stale:
             self.job.model.save_weights(self.folder / BEST_FILE, self.engine.session.view)
-        return {
-            "val_loss": evaluated.loss, "val_error": evaluated.error, "val_accuracy": evaluated.accuracy,
-            "val_accuracy_error": evaluated.accuracy_error,
-        }  # fmt: skip
+        spread = {} if math.isnan(evaluated.error) else {"val_error": evaluated.error}
+        accuracy, accuracy_error = evaluated.accuracy, evaluated.accuracy_error
+        metrics = {"val_loss": evaluated.loss, **spread, "val_accuracy": accuracy}
+        return metrics | {"val_accuracy_error": accuracy_error}
 
     def _is_due(self, interval: int, at_last_step: bool) -> bool:
         """Return whether work of every `interval` steps (0: never) is due; `at_last_step`: also at the last step."""

@@ -9,8 +9,7 @@ from html import escape
 from pathlib import Path
 
 from packtrain.cli import DONE, print_message
-from packtrain.cli.event_output import TerminalEvents
-from packtrain.common.errors import printable
+from packtrain.cli.event_output import TerminalEvents, without_controls
 from packtrain.common.files import check_writable, write_text
 from packtrain.common.text import aligned, plural
 from packtrain.training.monitoring.runs_page import scriptless_page
@@ -29,7 +28,7 @@ def run(settings: CompareSettings) -> int:
     for line in aligned([[*rows[0]], *([*row.values()] for row in rows)]):
         print(line)
     for line in example_lines(settings, comparison):
-        print(printable(line))
+        print(without_controls(line))
     if not comparison.same:
         print_message("these models tokenize the data differently: their losses cannot be compared")
     if settings.json is not None:

@@ -88,7 +88,7 @@ def settings_doc(cls: type) -> str:
 
 
 def split_settings(cls: type[S], keywords: dict[str, Any], **named: Any) -> tuple[S, TaskCallbacks]:
-    """Split keywords into settings, checked as on the command line, and callbacks. Raises InputError."""
+    """Split keywords into settings of `cls`, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
     options = keywords | named
     callbacks = {name: options[name] for name in options.keys() & CALLBACK_NAMES}
@@ -107,7 +107,7 @@ def split_settings(cls: type[S], keywords: dict[str, Any], **named: Any) -> tupl
 
 @command(TrainSettings)
 def train(data: File, **settings: Any) -> TrainingResult:
-    """Train a new model on text, as `packtrain train`.
+    """Train a new model on text, as `packtrain train`; returns the written files, the plan and the losses.
 
         pt.train("notes.txt", preset="1m", iters=500, output="notes.gguf")
 
@@ -118,7 +118,7 @@ def train(data: File, **settings: Any) -> TrainingResult:
 
 @command(TuneSettings)
 def finetune(model: File, data: File, **settings: Any) -> TrainingResult:
-    """Tune the model of a GGUF file on conversations or text, as `packtrain finetune`.
+    """Tune the model of a GGUF file on conversations or text, as `packtrain finetune`; returns files, plan and losses.
 
         pt.finetune("base.gguf", "chats.csv", memory="1GiB", output="tuned.gguf")
 
@@ -196,7 +196,7 @@ def generate(model: File, prompt: str = "", **settings: Any) -> GeneratedText:
 
 @command(chatting.ChatSettings)
 def chat(model: File, **settings: Any) -> chatting.ChatSession:
-    """Start a conversation with a model; `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
+    """Return a conversation with a model; `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
     return chatting.ChatSession(*split_settings(chatting.ChatSettings, settings | {"model": model}))
 
 
@@ -242,7 +242,7 @@ def merge(model: File, adapters: File, output: File, **settings: Any) -> quantiz
 
 
 class Run(Generic[R]):
-    """A task running in its own thread."""
+    """A task running in its own thread: `result()` waits for it, `stop()` lets it save and end."""
 
     def __init__(
         self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]

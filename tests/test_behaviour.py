@@ -129,6 +129,14 @@ def test_ctrl_c_ends_the_check_and_not_the_result(folder, tmp_path, capsys, monk
 ANSWER = CheckedAnswer("What now?", "This.", "base " * 60, "count", "tuned " * 60, "end", 3)
 
 
+def test_answers_show_joined_emoji_and_spaces_and_no_control_characters() -> None:
+    answer = replace(
+        ANSWER, question="Qui\u00a0?", base="👨\u200d🔬 oui\u202f!", tuned="\x1b[2Jgone"
+    )
+    text = "\n".join(side_by_side([answer], 80))
+    assert "👨\u200d🔬 oui\u202f!" in text and "\x1b" not in text and "\ufffd[2Jgone" in text
+
+
 def test_columns_stand_beside_each_other_where_there_is_room() -> None:
     wide_lines = [*side_by_side([ANSWER], MIN_WIDTH)]
     assert (

@@ -53,7 +53,7 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
             keys, cached_values = (
                 joined([*tensors]) for tensors in zip(*cached_pairs[i], strict=True)
             )
-            return transformer.mixed(config, i, q, keys, cached_values, sinks, *positions)
+            return transformer.attend_batch(config, i, q, keys, cached_values, sinks, *positions)
 
         *_, h = transformer.residual_stream(config, w, tokens, pos, Mixer(attend), TIME)
         hidden_states.append(h)

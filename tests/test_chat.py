@@ -107,6 +107,14 @@ def test_commands(
     assert "/regen  generate another answer" in said
 
 
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_the_words_of_other_chats_quit(
+    word: str, model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_chat(settings(model), f"{word}\nnever\n", monkeypatch) == 0
+    assert not capsys.readouterr().out
+
+
 def test_a_full_context_is_said_and_can_be_cleared(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,9 @@ def test_evaluation_is_the_mean_over_tokens_with_its_error_over_windows():
     residual = sums - counts * got.loss
     error = np.sqrt((residual**2).sum() * 8 / 7) / counts.sum()
     assert got.error == pytest.approx(error, rel=1e-9)
+    single = windows(1)
+    single["weights"][1:] = 0
+    assert np.isnan(model_engine.evaluate([single]).error)  # one window tells nothing of the spread
 
 
 def test_a_plan_counts_every_leaf_once_and_one_arena():

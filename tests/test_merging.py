@@ -15,7 +15,7 @@ import pytest
 from packtrain.cli.main import main
 from packtrain.common.memory import MemoryPeak, release_memory
 from packtrain.conversion.calibration.block_streams import StreamGraphs, StreamPair
-from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, reading
+from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, best_reading
 from packtrain.conversion.calibration.error_feedback import (
     BLOCK,
     DAMPING,
@@ -242,7 +242,7 @@ def prepare_merge(folder: Path, name: str, mix: str, scale: float = 0.1) -> Adap
 
 
 def reading_of(merge: AdapterMerge, rows: int = 24, limit: int | None = None) -> ReadingPlan:
-    result = reading(merge.adapted, merge.calibrated, TIME, rows, limit)
+    result = best_reading(merge.adapted, merge.calibrated, TIME, rows, limit)
     assert result is not None
     return result
 
@@ -357,7 +357,7 @@ def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_
     model = cast(ModelFile, SimpleNamespace(config=wide, adapter_values={}, matrix_dtypes=dict))
     names, rooms = {"blk.0.ffn_down.weight": f32}, list[ReadingPlan]()
     limit: int | None = None
-    while (result := reading(model, names, 512, 100, limit)) is not None:
+    while (result := best_reading(model, names, 512, 100, limit)) is not None:
         rooms.append(result)
         limit = result.nbytes - 1
     assert [r.tokens for r in rooms[:5]] == [16384, 8192, 4096, 2048, 1024]

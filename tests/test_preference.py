@@ -91,7 +91,9 @@ def test_losses_are_those_of_the_papers(name: str) -> None:
     np.testing.assert_allclose(got["logps"], logps, rtol=1e-5)
     pairs = np.array([[logps[i, p], logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
     refs = np.array([[ref_logps[i, p], ref_logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
-    metrics = preference.judged(pairs, refs, 1 / CHOSEN if preference.needs_shares else 1.0)
+    metrics = preference.loss_and_rewards(
+        pairs, refs, 1 / CHOSEN if preference.needs_shares else 1.0
+    )
     np.testing.assert_allclose(metrics["loss"], expected_losses, rtol=1e-6)
 
 
@@ -138,7 +140,9 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
         token = np.take_along_axis(logps, at, -1)[..., 0] * (targets >= 0)
         s = (sides * token[:, None]).sum(-1)
         shares = np.array([1 / 2, 1 / 3]) if preference.needs_shares else 1.0
-        return float(preference.judged(s, ref_logps.astype(np.float64), shares)["loss"].mean())
+        return float(
+            preference.loss_and_rewards(s, ref_logps.astype(np.float64), shares)["loss"].mean()
+        )
 
     for name, array in (("x", x), ("w", w)) if trained else (("x", x),):
         for at in [*np.ndindex(array.shape)][:: 5 if name == "x" else 7]:
@@ -393,7 +397,7 @@ def test_a_budget_is_kept_or_refused(folder, tmp_path, capsys):
 def test_judged_rewards_of_an_untrained_model_are_ties() -> None:
     preference = PreferenceLoss("dpo")
     logps = np.array([[-3.0, -5.0]])
-    metrics = preference.judged(logps, logps)
+    metrics = preference.loss_and_rewards(logps, logps)
     assert metrics["chosen"] == metrics["rejected"] == 0 and metrics["loss"] == pytest.approx(
         math.log(2)
     )

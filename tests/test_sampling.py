@@ -35,7 +35,7 @@ from packtrain.inference.sampling.samplers import (
     update_mu,
     xtc,
 )
-from packtrain.inference.sampling.sampling_settings import named
+from packtrain.inference.sampling.sampling_settings import canonical_name
 
 FOUR = (0.1, 0.2, 0.3, 0.4)
 RISING = np.arange(1, 10_001)
@@ -339,7 +339,7 @@ def test_biases_that_cannot_be_read(bias):
 
 
 def test_names_of_samplers():
-    assert [named(n) for n in ("top-k", "TopP", "typ", "nucleus", "temp", "tfs-z")] == [
+    assert [canonical_name(n) for n in ("top-k", "TopP", "typ", "nucleus", "temp", "tfs-z")] == [
         "top_k", "top_p", "typ_p", "top_p", "temperature", "tfs_z",
     ]  # fmt: skip
     assert Sampling(samplers="temp; top-k").order == ("temperature", "top_k")

@@ -14,7 +14,7 @@ def print_message(text: str) -> None:
 
 
 def print_row(text: str) -> None:
-    """Print a row; if its reader has left, as `head` does, the task goes on: a file is being written."""
+    """Print a row of results; if the reader has left, as `head` does, the task goes on: it is writing a file."""
     try:
         print(text)
     except BrokenPipeError:
@@ -22,5 +22,5 @@ def print_row(text: str) -> None:
 
 
 def drop_output() -> None:
-    """Discard standard output from here on."""
+    """Discard what is printed to standard output from now on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -76,12 +76,12 @@ class BenchSettings:
 
 
 def run(settings: BenchSettings) -> int:
-    """Measure, and print a table after each measurement. Raises InputError, OSError."""
+    """Measure, print a table after each measurement, and return the exit code. Raises InputError, OSError."""
     return report(settings, measured_tables)
 
 
 def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[BenchTable]]) -> int:
-    """Print each table as it is measured, then write the files. Raises InputError, OSError."""
+    """Print each table as it is measured, then write the files; returns the exit code. Raises InputError, OSError."""
     check_rules(settings)
     _ = settings.limit  # raises InputError for what is no size
     check_writable(settings.json, "--json")
@@ -119,7 +119,7 @@ def measured_tables(
     settings: BenchSettings, measure_f32_products: Callable[..., BenchTable] = products.f32_table,
     measure_steps: Callable[..., Iterator[BenchTable]] = step_timing.tables,
 ) -> Iterator[BenchTable]:  # fmt: skip
-    """Measure the requested parts, and yield a table for each; benchmarks.bench has other measurements of two parts."""
+    """Measure the requested parts, and yield a table for each; benchmarks.bench replaces the measurements of two."""
     selected_parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
     if {"machine", "ops"} & {*selected_parts}:
         rates = machine_rates.measure_rates()

@@ -15,7 +15,7 @@ except ImportError:  # not on every system
 
 HELP = """/clear  start a new conversation
 /regen  generate another answer to the last message
-/exit   quit, as Ctrl-D does
+/exit   quit, as /quit, /bye and Ctrl-D do
 Ctrl-C ends an answer; a second one quits"""
 CLEAR_HINT = "; /clear starts a new conversation"
 END_MESSAGES = {
@@ -26,13 +26,13 @@ END_MESSAGES = {
 
 
 def run(settings: ChatSettings) -> int:
-    """Chat until the input ends; returns 130 if a signal ended it. Raises InputError, DoesNotFit."""
+    """Chat until the input ends; returns 0, or 130 if a signal ended it. Raises InputError, DoesNotFit."""
     talk, is_terminal = ChatSession(settings, TerminalEvents()), sys.stdin.isatty()
     if is_terminal:
         print_message(f"a context of {talk.cells:,} tokens; /help lists the commands")
     try:
         for line in _input_lines(is_terminal):
-            if line == "/exit":
+            if line in ("/exit", "/quit", "/bye"):
                 break
             if not _handle_line(talk, line, is_terminal):
                 return INTERRUPTED

@@ -34,7 +34,7 @@ class CheckRow:
 
 
 def group_rows(results: Iterable[check_cases.CheckResult]) -> list[CheckRow]:
-    """Group results by op, type and backend, in the order of the results."""
+    """Return a row for each op, type and backend, in the order of the results."""
     groups: dict[tuple[str, str, str], list[check_cases.CheckResult]] = {}
     for result in results:
         groups.setdefault((result.op, result.dtype, result.backend), []).append(result)
@@ -89,7 +89,7 @@ class CheckSettings:
 
 
 def run(settings: CheckSettings) -> int:
-    """Check ops, print a table, and say what is beyond tolerance. Raises InputError, OSError."""
+    """Check ops, print a table and errors beyond tolerance; returns the exit code. Raises InputError, OSError."""
     return report(settings, *run_checks(settings, check_op))
 
 

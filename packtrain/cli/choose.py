@@ -19,7 +19,7 @@ GainPoint = tuple[str, str, int, float]  # method, file name, bytes, retained sh
 
 
 def run(settings: ChooseSettings) -> int:
-    """Write the file and print a line per try. Raises InputError, DoesNotFit, and Interrupted on a signal."""
+    """Write the file, print a line per try; returns the exit code. Raises InputError, DoesNotFit, Interrupted."""
     check_writable(settings.svg, "--svg")
     result = choose(settings, TerminalEvents())
     best = result.best
@@ -38,7 +38,7 @@ def run(settings: ChooseSettings) -> int:
 
 
 def gains_svg(points: Sequence[GainPoint], kept_share: float) -> str:
-    """Return the picture as SVG text; `kept_share` is the share of the gain that the user requires."""
+    """Return a chart as SVG: files by size and the share of the gain that they keep; `kept_share`: the required one."""
     min_share = min(kept_share, *(kept_gain for *_, kept_gain in points))
     low, high = math.floor(100 * min_share) - 1, max(100, *(math.ceil(100 * p[3]) for p in points))
     max_nbytes = max(nbytes for _, _, nbytes, _ in points) * 1.1

@@ -9,8 +9,7 @@ from html import escape
 from pathlib import Path
 
 from packtrain.cli import DONE, print_message
-from packtrain.cli.event_output import TerminalEvents
-from packtrain.common.errors import printable
+from packtrain.cli.event_output import TerminalEvents, without_controls
 from packtrain.common.files import check_writable, write_text
 from packtrain.common.text import aligned, plural
 from packtrain.training.monitoring.runs_page import scriptless_page
@@ -21,7 +20,7 @@ ANSWER_WIDTH = 76  # characters of a printed answer's line
 
 
 def run(settings: CompareSettings) -> int:
-    """Print the table and some answers. Raises InputError, DoesNotFit, and Interrupted on a signal."""
+    """Print the table and some answers; returns the exit code. Raises InputError, DoesNotFit, Interrupted."""
     check_writable(settings.html, "--html")
     check_writable(settings.json, "--json")
     comparison = compare(settings, TerminalEvents())
@@ -29,7 +28,7 @@ def run(settings: CompareSettings) -> int:
     for line in aligned([[*rows[0]], *([*row.values()] for row in rows)]):
         print(line)
     for line in example_lines(settings, comparison):
-        print(printable(line))
+        print(without_controls(line))
     if not comparison.same:
         print_message("these models tokenize the data differently: their losses cannot be compared")
     if settings.json is not None:
@@ -115,7 +114,7 @@ def _one_line(text: str) -> str:
 
 
 def html_page(settings: CompareSettings, comparison: ComparisonResult) -> str:
-    """Return the page as HTML, which loads nothing and has no script."""
+    """Return a page with the table and all answers as HTML, which loads nothing and has no script."""
     rows = table_rows(settings, comparison)
     header_cells = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     row_cells = (

@@ -28,7 +28,7 @@ class CompileSettings:
 
 
 def run(settings: CompileSettings) -> int:
-    """Compile every kernel module that is not compiled, and print the folder. Raises DoesNotFit, InputError."""
+    """Compile kernel modules that are not compiled, print the folder; returns 0. Raises DoesNotFit, InputError."""
     if settings.cpu is not None:
         os.environ["PACKTRAIN_CPU"] = settings.cpu  # children compile for it, too
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")

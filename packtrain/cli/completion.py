@@ -22,7 +22,7 @@ class CompletionSettings:
 
 
 def run(settings: CompletionSettings) -> int:
-    """Print the script. Raises InputError for another shell."""
+    """Print the completion script of a shell. Raises InputError for another shell."""
     scripts = {"bash": bash_script, "zsh": lambda: f"{ZSH}\n{bash_script()}", "fish": fish_script}
     if settings.shell not in scripts:
         raise InputError(f"SHELL is {settings.shell}; it must be one of {', '.join(scripts)}")

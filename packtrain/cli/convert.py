@@ -42,7 +42,7 @@ class ConvertSettings:
 
 
 def run(settings: ConvertSettings) -> int:
-    """Convert and print what was written. Raises InputError if it cannot be converted."""
+    """Convert a checkpoint or an adapter, and print what was written; returns 0. Raises InputError if it cannot."""
     folder = settings.folder
     path = settings.output or Path(f"{folder.resolve()}.gguf")
     check_rules(settings)

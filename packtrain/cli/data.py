@@ -63,7 +63,7 @@ class DataSettings:
 
 
 def run(settings: DataSettings) -> int:
-    """Print the description, and samples if asked. Raises InputError."""
+    """Print formats and token counts of the data, and samples if asked. Raises InputError."""
     check_rules(settings)
     metadata = GGUF(settings.model).metadata
     recipe, folder = _recipe(settings, metadata), writable(cache_root() / "tokens")
@@ -113,7 +113,7 @@ def _size_text(samples: conversations.TokenizedSamples) -> str:
 
 
 def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, is_coloured: bool) -> str:
-    """Format a sample's text, special tokens by name, with trained tokens in colour or brackets."""
+    """Return a sample as text, special tokens by name, with the trained tokens in colour or brackets."""
     start_mark, end_mark = (TRAINED_COLOUR, RESET_COLOUR) if is_coloured else ("[[", "]]")
     borders = np.flatnonzero(np.diff(weights)) + 1
     text = ""

@@ -38,7 +38,7 @@ class DoctorSettings:
 
 
 def run(settings: DoctorSettings) -> int:
-    """Print the report; returns 1 if packtrain cannot work here."""
+    """Print what packtrain finds on this machine; returns 1 if packtrain cannot work here."""
     problems = list[str]()
     for name in REQUIRED:
         try:

@@ -27,7 +27,7 @@ class EmbedOutputSettings(EmbedSettings):
 
 
 def run(settings: EmbedOutputSettings) -> int:
-    """Print the embeddings. Raises InputError, DoesNotFit, and Interrupted on a signal."""
+    """Print embeddings as JSON; returns the exit code. Raises InputError, DoesNotFit, Interrupted."""
     result = embed(settings, TerminalEvents())
     # as short as f32 allows
     vectors = [[float(str(value)) for value in row] for row in result.vectors]

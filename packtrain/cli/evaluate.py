@@ -10,7 +10,7 @@ from packtrain.workflows.kl_divergence import Divergence
 
 
 def run(settings: EvaluateSettings) -> int:
-    """Print losses and perplexities. Raises InputError, and Interrupted on a signal."""
+    """Print losses and perplexities, divergences or accuracies; returns 0. Raises InputError, Interrupted."""
     result = evaluate(settings, TerminalEvents())
     lines = _table_lines(result) if len(result.losses) > 1 else _single_model_lines(result)
     for line in _choice_lines(result) if result.choices else lines:

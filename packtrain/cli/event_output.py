@@ -12,7 +12,6 @@ from textwrap import wrap
 from typing import Any, TextIO
 
 from packtrain.cli import print_message, print_row
-from packtrain.common.errors import printable
 from packtrain.common.events import Counted, Events
 from packtrain.common.signals import stop_on_signals
 from packtrain.distributed import rank
@@ -29,9 +28,12 @@ MAX_LINES = 12  # most lines of a shown answer
 def side_by_side(answers: Sequence[CheckedAnswer], width: int) -> Iterator[str]:
     """Yield lines of at most `width` characters that show held-out answers of base and tuned model."""
     for number, answer in enumerate(answers, 1):
-        heading = f"held-out question {number} of {len(answers)}: {_on_one_line(answer.question)}"
+        question, data_answer = (
+            " ".join(text.split()) for text in (answer.question, answer.reference)
+        )
+        heading = without_controls(f"held-out question {number} of {len(answers)}: {question}")
         yield from wrap(heading, width, max_lines=3, placeholder=" …")
-        reference = f"  data: {_on_one_line(answer.reference)}"
+        reference = without_controls(f"  data: {data_answer}")
         yield from wrap(reference, width, subsequent_indent="    ", max_lines=3, placeholder=" …")
         columns = (
             (f"base ({END_LABELS[answer.base_ended]})", answer.base),
@@ -48,27 +50,28 @@ def side_by_side(answers: Sequence[CheckedAnswer], width: int) -> Iterator[str]:
             yield f"  {base_line:<{column_width}} │ {tuned_line}".rstrip()
 
 
-def _on_one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
-
-
 def _wrapped_lines(text: str, width: int) -> list[str]:
-    """Wrap the lines of a text, at most MAX_LINES; the last line is `…` if there are more."""
-    lines = [part for line in text.splitlines() for part in wrap(printable(line), width)]
+    """Return a text's lines, wrapped, at most MAX_LINES; the last line is `…` if there are more."""
+    lines = [part for line in text.splitlines() for part in wrap(without_controls(line), width)]
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "…"]
 
 
 CONTROL_CHARS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
+def without_controls(text: str) -> str:
+    """Replace control characters, which a terminal would obey; joiners of emoji and all kinds of spaces stay."""
+    return CONTROL_CHARS.sub("\ufffd", text)
+
+
 def write(text: str) -> None:
     """Print generated text at once; without control characters on a terminal."""
-    sys.stdout.write(CONTROL_CHARS.sub("\ufffd", text) if sys.stdout.isatty() else text)
+    sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def run_events(settings: RunSettings) -> Events:
-    """The events of a training run, which rank 0 prints."""
+    """Return the events of a training run: rank 0 prints them, other ranks nothing."""
     if rank():
         return SilentEvents()
     environment.is_quiet = settings.quiet

@@ -18,7 +18,7 @@ INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's 
 
 
 def run(settings: TuneSettings) -> int:
-    """Tune; returns 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
+    """Tune; returns 0, or 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
     events = run_events(settings)
     result = finetune(settings, events)
     if result.stopped or rank():
@@ -34,7 +34,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def _uses(settings: TuneSettings, tuned: TunedModel, adapter_works: bool) -> Iterator[str]:
-    """Yield commands that use the result to chat or generate; `adapter_works`: also the adapter in llama.cpp."""
+    """Yield commands that chat or generate with the result; `adapter_works`: llama.cpp can use the adapter, too."""
     is_chat, short_context = tuned.is_chat, tuned.model.config.short_context
     name, base_text = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
     if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained

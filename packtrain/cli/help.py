@@ -27,7 +27,7 @@ class HelpSettings:
 
 
 def run(settings: HelpSettings) -> int:
-    """Print the help of a command, or the part of the guide. Raises InputError for an unknown topic."""
+    """Print the help of a command, or a part of the guide; returns 0. Raises InputError for an unknown topic."""
     topic, commands = " ".join(settings.topic), {name.partition(" ")[0] for name in COMMANDS}
     if settings.topic[:1] and settings.topic[0] not in commands and topic not in TOPICS:
         names = [*TOPICS, *COMMANDS]

@@ -7,7 +7,7 @@ from packtrain.workflows.imatrix_run import ImatrixSettings, imatrix
 
 
 def run(settings: ImatrixSettings) -> int:
-    """Write the file and say what was read. Raises InputError and leaves an existing file as it was."""
+    """Write the importance matrix, say what was read; returns 0. Raises InputError; an old file then stays."""
     done = imatrix(settings, TerminalEvents())
     print(
         f"{done.output}: {plural(done.matrices, 'matrix', 'matrices')}, {done.tokens:,} tokens, {done.seconds:.1f} s"

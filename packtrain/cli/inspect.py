@@ -31,7 +31,7 @@ class InspectSettings:
 
 
 def run(settings: InspectSettings) -> int:
-    """Print the file's description. Raises InputError if it is not a valid GGUF file."""
+    """Print the file's description; returns 0. Raises InputError if it is not a valid GGUF file."""
     description = describe(GGUF(settings.model))
     if not settings.tensors:
         del description["tensors"]
@@ -43,7 +43,7 @@ def run(settings: InspectSettings) -> int:
 
 
 def describe(gguf: GGUF) -> dict[str, Any]:
-    """Describe a file as plain data, which --json prints."""
+    """Return the description of a file as plain data, which --json prints."""
     entries = gguf.entries.values()
     template_keys = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
     stats_by_type: dict[str, dict[str, int]] = {}
@@ -96,7 +96,7 @@ def description_lines(description: dict[str, Any]) -> Iterator[str]:
 
 
 def _vocabulary_info(gguf: GGUF) -> dict[str, Any]:
-    """Describe the vocabulary: its number of tokens, kind, and special tokens."""
+    """Return plain data about the vocabulary: its number of tokens, kind, and special tokens."""
     token_list = gguf.metadata.get(TOKENS_KEY)
     tokens = token_list if isinstance(token_list, list) else []
     special = {}

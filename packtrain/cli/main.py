@@ -74,7 +74,7 @@ MAX_HELP_WIDTH = 100  # most columns of a help
 
 
 def command() -> int:
-    """Run `main` in a process of its own, without garbage collection of modules and at the end, which takes 25 ms."""
+    """Run `main` as the whole process; no garbage collection of modules and at the end, which would take 25 ms."""
     try:
         return main(owns_process=True)
     finally:
@@ -238,7 +238,7 @@ def _error_line(error: Exception) -> str:
 
 
 def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
-    """Set --config of a resumed run to the run.yaml in its folder, unless --config is given."""
+    """Return the options; a resumed run without --config takes its folder's run.yaml as that."""
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.run_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"
@@ -308,7 +308,8 @@ class _CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _canonical_word(self, word: str) -> str:
-        """Return an option by a name of this parser. -opt is never the value pt of -o. Exits if it is unknown."""
+        """Return a word with its option by this parser's name, also for names of other tools; exits if the option is
+        unknown. -opt is never the value pt of -o."""
         (name, equals, value), names = word.partition("="), self._option_string_actions
         if option := canonical_option(name, names):
             return f"{option}{equals}{value}"

@@ -7,7 +7,7 @@ from packtrain.workflows.quantization import MIB
 
 
 def run(settings: MergeSettings) -> int:
-    """Write the file and print a line per merged tensor. Raises InputError and leaves an existing file as it was."""
+    """Write the file, print a line per merged tensor; returns 0. Raises InputError; an old file then stays."""
     result = merge(settings, TerminalEvents())
     print(
         f"{result.output}: {result.changed} of {result.count} tensors changed, "

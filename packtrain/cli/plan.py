@@ -116,7 +116,7 @@ def _rank_summary(run_plan: PlannedRun, step: ExchangeTimes, ranks: int, link: s
 
 
 def _measured_peak(folder: Path) -> int | None:
-    """Read the measured peak memory of a finished run in the folder; None if there is none."""
+    """Return the peak of private memory, in bytes, of a finished run in the folder; None if there is none."""
     metrics = folder / "metrics.jsonl"
     end_records = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
     return int(end_records[-1]["peak_bytes"]) if end_records else None

@@ -16,7 +16,7 @@ class RowEvents(Events):
 
 
 def run(settings: QuantizeSettings) -> int:
-    """Write the file and print a line per tensor. Raises InputError, for values only after writing began."""
+    """Write the file, print a line per tensor; returns 0. Raises InputError, for values only after writing began."""
     is_long_task = settings.calibrate is not None or settings.imatrix is not None
     events = RowEvents()
     if is_long_task:

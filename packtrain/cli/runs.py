@@ -31,7 +31,7 @@ class RunsSettings:
 
 
 def run(settings: RunsSettings) -> int:
-    """Print the table, or write or serve the page. Raises InputError."""
+    """Print the table of runs, or write or serve the page; returns 0. Raises InputError."""
     root = require_existing(settings.folder, "FOLDER")
     if not root.is_dir():
         raise InputError(f"FOLDER: {root} is a file; give the folder that has the runs")

@@ -11,7 +11,7 @@ __all__ = ["ServeSettings", "run"]
 
 
 def run(settings: ServeSettings) -> int:
-    """Serve until a signal. Raises InputError, DoesNotFit."""
+    """Serve a model over HTTP until a signal; returns 0. Raises InputError, DoesNotFit."""
     check_server("packtrain serve")
     http_app = import_module("packtrain.serving.http_app")
     http_listener = import_module("packtrain.serving.http_listener")

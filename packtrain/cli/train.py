@@ -11,7 +11,7 @@ from packtrain.workflows.training_run import train
 
 
 def run(settings: TrainSettings) -> int:
-    """Train; returns 130 if a signal stopped it after saving. Raises InputError, OSError, NotFinite."""
+    """Train; returns 0, or 130 if a signal stopped it after saving. Raises InputError, OSError, NotFinite."""
     events = run_events(settings)
     result = train(settings, events)
     if result.stopped or rank():

@@ -21,7 +21,7 @@ DELAY_SECONDS = 2.0  # seconds to wait for an answer before `on_delay` is called
 
 
 def variables() -> dict[str, str]:
-    """Environment variables with which a child can import this package."""
+    """Return environment variables with which a child process can import this package."""
     paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -30,9 +30,10 @@ def flags() -> frozenset[str]:
 
 @contextmanager
 def debug(text: str) -> Iterator[None]:
-    """`with debug("nan,poison"):` sets the flags for the block, in this thread.
+    """`with debug("nan,poison"):` turns debugging flags (see FLAGS) on for the block, in this thread.
 
-    Flags apply when an executor is created and when the executor runs.
+    Executors follow the flags when they are created and when they run: `nan` stops at a value that is not finite,
+    `poison` fills unused bytes with NaN.
     """
     token = _flags_override.set(_parse(text))
     try:
@@ -43,7 +44,7 @@ def debug(text: str) -> Iterator[None]:
 
 @cache
 def _parse(text: str) -> frozenset[str]:
-    """Return the debug flags that a comma-separated text names. Raises InputError for an unknown flag."""
+    """Return the debug flags in a comma-separated text. Raises InputError for an unknown flag."""
     flag_names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
     unknown_flags = sorted(flag_names - set(FLAGS))
     if unknown_flags:

@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def printable(text: str) -> str:
-    """The text with control characters and line ends escaped, so that it is safe to print to a terminal."""
+    """Return the text with control characters and line ends escaped, so that it is safe to print to a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def with_keywords(text: str) -> str:
-    """Replace flags of a message by keywords: `--lora-rank` becomes lora_rank, `--no-pack` pack=False."""
+    """Return a message with keywords in place of flags: `--lora-rank` becomes lora_rank, `--no-pack` pack=False."""
 
     def to_keyword(match: re.Match[str]) -> str:
         name = (match["name"] or "").replace("-", "_")
@@ -42,7 +42,7 @@ def with_keywords(text: str) -> str:
 
 
 def name_keywords(target: T) -> T:
-    """Decorate a function, or a class's public methods: errors name keywords; `error.flags` keeps the flags."""
+    """Decorate a function, or a class's public methods, for use from Python: errors name keywords, not flags."""
     if isinstance(target, type):
         for name, member in [*vars(target).items()]:
             if isinstance(member, property):
@@ -65,12 +65,12 @@ def name_keywords(target: T) -> T:
 
 
 class UserError(Exception):
-    """An error whose message tells users all they need; `flags` is the message with flags, if it names keywords."""
+    """An error whose message is all that users need; `flags`: the message with flags, where it names keywords."""
 
     flags = ""
 
     def _render_traceback_(self) -> list[str]:
-        """Lines that IPython prints: the line that called packtrain, and the message."""
+        """Return the lines that IPython prints: the line that called packtrain, and the message."""
         package = str(Path(__file__).parents[1])
         frames = traceback.extract_tb(self.__traceback__)
         caller_frames = [frame for frame in frames if not frame.filename.startswith(package)]

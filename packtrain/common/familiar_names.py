@@ -58,7 +58,7 @@ report-to: --tensorboard writes its events, metrics.jsonl has every step, --watc
 
 
 def _table(rows: Collection[str]) -> dict[str, str]:
-    """Return what stands beyond the colon of each row by the words on the other side."""
+    """Parse rows such as `wd adam-decay: text` into a dictionary: the text behind the colon, by each word before it."""
     pairs = (row.strip().partition(": ") for row in rows)
     return {name: text for names, _, text in pairs for name in names.split()}
 
@@ -72,12 +72,12 @@ ADVICE = _table(_ADVICE_ROWS.splitlines())
 
 
 def stem(name: str) -> str:
-    """Return a name as the tables have it: --lora_r, -lora-r and lora_r are lora-r."""
+    """Return a name as ALIASES and ADVICE have it: --lora_r, -lora-r and lora_r are lora-r."""
     return name.lstrip("-").replace("_", "-")
 
 
 def canonical_option(name: str, options: Collection[str]) -> str | None:
-    """Return the one of `options` that a name means, --no-… included; None if there is none."""
+    """Return the one of `options` that a name, perhaps of another tool, means, or its --no-… form; None if none."""
     key = stem(name)
     candidates = [name, f"--{key}"]
     if TRAINING_OPTION in options:

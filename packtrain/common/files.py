@@ -59,7 +59,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _freed_in_background(path: Path) -> Iterator[None]:
-    """If the block replaces `path`, free the old file's blocks and pages in a thread: 0.2 s per gigabyte."""
+    """If the block replaces `path`, free the old file's blocks and pages in a thread: it takes 0.2 s a gigabyte."""
     old_descriptor = None
     if sys.platform != "win32":  # Windows cannot replace an open file
         with suppress(OSError):
@@ -114,7 +114,7 @@ def atomic_file(path: str | Path, check: Check = bool) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _errors_named(path: str | Path) -> Iterator[None]:
-    """Put the file's name into OSErrors of the block: those of writing have none."""
+    """Give OSErrors of the block the file's name, which those of writing lack."""
     try:
         yield
     except OSError as error:
@@ -190,7 +190,7 @@ def check_writable(path: str | Path | None, field: str) -> None:
 
 
 def _can_replace(path: Path) -> bool:
-    """Whether this user may replace the file: in a folder such as /tmp only the file's or folder's owner may."""
+    """Return whether this user may replace the file: in a folder such as /tmp only the file's or folder's owner may."""
     folder_stat = path.parent.stat()
     if sys.platform == "win32" or not folder_stat.st_mode & stat.S_ISVTX:
         return True

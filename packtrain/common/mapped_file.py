@@ -33,12 +33,12 @@ class MappedFile(mmap.mmap):
         return self
 
     def byte_range(self, array: np.ndarray) -> tuple[int, int]:
-        """Return where a dense array over this file begins and ends in it."""
+        """Return at which offsets of this file a dense array over it begins and ends."""
         start = array.ctypes.data - np.frombuffer(self, np.uint8).ctypes.data
         return start, start + array.nbytes
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Ask the system to read these bytes soon."""
+        """Ask the system to read these bytes, `start` to `stop`, in the background."""
         for first in range(start, stop, PREFETCH_NBYTES):
             if sys.platform == "linux":
                 nbytes = min(PREFETCH_NBYTES, stop - first)
@@ -53,7 +53,7 @@ class MappedFile(mmap.mmap):
             os.posix_fadvise(self.descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def release_all(self) -> None:
-        """Give all pages back, and keep the system from reading beyond what is accessed or asked for."""
+        """Give all pages back, and keep the system from reading more of the file than is accessed or asked for."""
         if sys.platform == "linux":
             self.madvise(mmap.MADV_RANDOM)
             with suppress(OSError):  # pages of a new file stay until they are on the disk
@@ -74,7 +74,7 @@ FileRange = tuple[MappedFile, int, int]
 
 @dataclass(slots=True)
 class PageBudget:
-    """The limit on resident pages of mapped files, which is one for the process, and what it is spent on.
+    """The process's limit on pages of mapped files in memory, and what it is spent on.
 
     nbytes    most bytes in memory
     resident  bytes by range (file, start, stop) that may be in memory when `user` has run
@@ -94,7 +94,7 @@ page_budget = ContextVar[PageBudget | None]("page_budget", default=None)  # None
 
 @contextmanager
 def limited_pages(nbytes: int | None) -> Iterator[None]:
-    """`with limited_pages(n):` limits resident pages of mapped files; None leaves them to the system.
+    """`with limited_pages(n):` keeps at most n bytes of mapped files in memory; None leaves that to the system.
 
     Raises InputError where the system does not let go of pages.
     """

@@ -39,7 +39,7 @@ HAS_RSS_COUNTERS = RSS_LINE.search(_read_status(os.getpid())) is not None
 
 
 def private_nbytes(pid: int = 0) -> int:
-    """Return the private memory of a process, 0 after it has ended; by default of this process."""
+    """Return the private memory of a process in bytes, by default of this one; 0 after the process has ended."""
     pid = pid or os.getpid()
     if HAS_RSS_COUNTERS:
         return 1024 * sum(map(int, RSS_LINE.findall(_read_status(pid))))
@@ -50,7 +50,7 @@ def private_nbytes(pid: int = 0) -> int:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system, so that the next measurement counts only what is in use."""
+    """Return freed memory to the system, so that the next measurement counts only bytes in use."""
     gc.collect()
     trim_heap()
 
@@ -110,7 +110,7 @@ def parse_size(text: str, field: str) -> int:
 
 
 def total_nbytes() -> int:
-    """Return the memory of this machine, or the limit of its control group."""
+    """Return the bytes of memory of this machine, or of its control group's limit, if that is less."""
     machine_nbytes = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
         machine_nbytes = min(machine_nbytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -37,7 +37,7 @@ def check_rules(settings: Any, facts: Mapping[str, bool] = NO_FACTS) -> None:
 
 
 def refuse_changed(settings: Any, names: Iterable[str], reason: str) -> None:
-    """Raise InputError for a setting of `names` that differs from its default."""
+    """Raise InputError, with the reason, for a setting of `names` that differs from its default."""
     changed = _changed_values(settings)
     for name in names:
         if name in changed:
@@ -64,7 +64,7 @@ def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> 
 
 
 def _full_reason(term: tuple[str, str, str], reason: str, is_required: bool) -> str:
-    """Return the reason with its condition in front, unless it stands for both."""
+    """Return the reason behind its condition, `with --full, which …`, unless the reason names the condition itself."""
     if reason.startswith((*SENTENCE_STARTS, "with ", "without ", "in ")):
         return reason
     name, _, values = term

@@ -90,12 +90,12 @@ def required(help: str, *, flags: str = "", group: str = "") -> Any:
 
 
 def option_fields(cls: type) -> list["dataclasses.Field[Any]"]:
-    """Return the fields of a class that are declared as options."""
+    """Return the dataclass fields of a class that are declared as options."""
     return [field for field in _fields(cls) if "help" in field.metadata]
 
 
 def resumable_names(cls: type, *kinds: bool | str) -> frozenset[str]:
-    """Return the settings that a resumed run may change, always; with `kinds`, on one of these conditions."""
+    """Return the settings that a resumed run may change; with `kinds`, those that it may on one of these conditions."""
     kind_by_name = {field.name: field.metadata.get("resumable", False) for field in _fields(cls)}
     accepted_kinds = kinds or (True, ON_ALL_RANKS)
     return frozenset(name for name, kind in kind_by_name.items() if kind in accepted_kinds)
@@ -177,7 +177,7 @@ def variables(cls: type) -> dict[str, "dataclasses.Field[Any]"]:
 
 
 def add_variables(namespace: argparse.Namespace, cls: type) -> dict[str, str]:
-    """Add settings of environment variables that the command line lacks; returns each one's variable by its flags.
+    """Add settings from environment variables that the command line lacks; returns the variable by each of its flags.
 
     A value is what would follow the flag; true, yes, on or 1, and false, no, off or 0, turn on and off; a YAML list in
     brackets gives several values. An empty variable counts as unset.
@@ -239,7 +239,7 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
 
 
 def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
-    """Name a setting: `run.yaml: batch_size` by file, `--batch-size` for "", batch_size for None (Python)."""
+    """Return a setting's name in errors: `run.yaml: batch_size`, --batch-size for "", batch_size for None (Python)."""
     if source or source is None:
         return f"{source}: {field.name}" if source else field.name
     return field.name.upper() if field.metadata.get("positional") else flag(field.name)
@@ -347,7 +347,7 @@ def _setting_name(cls: type, key: str, path: str | Path) -> str:
 
 
 def to_yaml(settings: Any) -> str:
-    """Write all settings of a run as YAML that `--config` can read."""
+    """Return all settings of a run as YAML that `--config` can read."""
 
     def to_plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -359,5 +359,5 @@ def to_yaml(settings: Any) -> str:
 
 
 def unescape(text: str) -> str:
-    r"""Replace \n and \t, as typed on a command line, by a line feed and a tab."""
+    r"""Return a text with \n and \t, as typed on a command line, as a line feed and a tab."""
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -12,7 +12,7 @@ def plural(num_items: int, singular: str, plural_form: str = "") -> str:
 
 
 def shortlist(names: Collection[str], max_names: int = 8, width: int = 40) -> str:
-    """Join the first few names, each shortened, and say how many more there are."""
+    """Return the first few names, each shortened, in one text, with how many more there are."""
     shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:max_names]]
     suffix = f" and {len(names) - max_names:,} more" if len(names) > max_names else ""
     return f"{', '.join(shown)}{suffix}"
@@ -36,7 +36,7 @@ def aligned(rows: Sequence[Sequence[str]], right_columns: Collection[int] = ()) 
 
 
 def long_context_warning(ctx: int, model_ctx: int) -> str:
-    """Warning about a context longer than the one the model was trained on."""
+    """Return a warning that a context is longer than the one the model was trained on."""
     return (
         f"--ctx {ctx:,} is more than the model's own context of {plural(model_ctx, 'token')};"
         " what it writes or predicts beyond that may be poor"

@@ -80,7 +80,7 @@ class AdaptedMatrix:
         return a, b[np.argsort(order(self.row_spans))] if self.row_spans else b
 
 
-def places(model: ModelFile) -> dict[str, AdaptedMatrix]:
+def adapted_matrices(model: ModelFile) -> dict[str, AdaptedMatrix]:
     """Return the matrices that can have adapters, by the name of their module in a checkpoint of this model."""
     c, tensor_entries, matrices = model.config, model.gguf.entries, dict[str, AdaptedMatrix]()
     if any(family.has_scaled_matrices for family in c.traits.families):
@@ -124,7 +124,7 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
     config = _read_config(folder / CONFIG)
     halves = _read_halves(folder / TENSORS, config, model)
     alpha, by_tensor = 0.0, dict[str, dict[int | None, Pair]]()
-    modules = places(model)
+    modules = adapted_matrices(model)
     for name, (a, b) in halves.items():
         matrix, rank = modules[language_model_name(name)], b.shape[-1]
         scale = _lora_scale(folder / CONFIG, config, name, rank)
@@ -203,7 +203,7 @@ def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
 
 
 def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the scale of B A in this module."""
+    """Return the module's LoRA scale by PEFT's config: alpha / rank, or alpha / sqrt(rank). Raises InputError."""
 
     def setting(key: str, pattern_key: str, default: Any) -> Any:
         names = {module, language_model_name(module)}  # versions of transformers name it otherwise
@@ -224,7 +224,7 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
 def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
     """Read A and B of each module, f32, by its name in the file; beside them may be the base's embedding or head."""
     by_module, names = dict[str, dict[str, np.ndarray]](), dict[str, str]()
-    modules = places(model)
+    modules = adapted_matrices(model)
     for name, stored_tensor in open_file(path).items():
         name_match = HALF_PATTERN.fullmatch(name)
         if name_match is None and _is_copy(path, name, stored_tensor, model):
@@ -303,7 +303,9 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
 
     Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
     """
-    modules = {module: p for module, p in places(model).items() if p.tensor in adapter.lora_pairs}
+    modules = {
+        module: p for module, p in adapted_matrices(model).items() if p.tensor in adapter.lora_pairs
+    }
     missing_names = adapter.lora_pairs.keys() - {matrix.tensor for matrix in modules.values()}
     if missing_names:
         raise InputError(

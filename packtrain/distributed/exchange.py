@@ -61,7 +61,7 @@ class Exchange:
         return is_idle
 
     def submit(self, job: Callable[..., None], arrays: Sequence[Any], *arguments: Any) -> None:
-        """Queue a job on arrays, as flat tensors; it begins after the kernels started so far."""
+        """Queue a job on arrays, as flat tensors, which begins once the GPU kernels started so far have ended."""
         self.num_submitted += 1
         kernel_mark, tensors = self.by.mark_kernels(), [self.by.flat(array) for array in arrays]
 
@@ -132,7 +132,7 @@ class Exchange:
                     piece.copy_(place)
 
     def _room_views(self, count: int) -> tuple[Any, Any]:
-        """Return room for `count` numbers to each rank, and room for `count` numbers from each."""
+        """Return views (ranks, count) of the buffers to send from and to receive into: a row for each rank."""
         outgoing, incoming = (r[: count * self.world_size] for r in (self.send_room, self.theirs))
         return outgoing.view(self.world_size, count), incoming.view(self.world_size, count)
 
@@ -159,7 +159,7 @@ def gather_function(dist: Any) -> Any:
 
 
 def rooms_nbytes(ranks: int, device: str) -> int:
-    """Return the bytes of a device for numbers to and from other ranks; the host's are part of the baseline."""
+    """Return the bytes of a GPU's buffers for exchanges with other ranks; 0 for the host, whose baseline has them."""
     return 4 * NUM_ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and sends_from_device(device))
 
 
@@ -176,7 +176,7 @@ def split_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[ArrayRun]]:
-    """Yield runs of consecutive arrays in order, as lists of at most `max_numbers` numbers together."""
+    """Cut arrays into runs (index, start, end); yields lists of runs of at most `max_numbers` numbers together."""
     runs, remaining_numbers = list[ArrayRun](), max_numbers
     for array_index, array_length in enumerate(array_lengths):
         run_start = 0
@@ -194,7 +194,7 @@ def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[Array
 def _places(
     pieces: Sequence[Any], buffer: Any, runs: Sequence[ArrayRun] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield each piece with its place in a flat buffer: side by side, or as far apart as the runs are long."""
+    """Yield each piece with its slice of a flat buffer: one after the other, or as far apart as the runs are long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     offset = 0
     for piece, length in zip(pieces, lengths, strict=True):

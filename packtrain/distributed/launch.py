@@ -21,10 +21,8 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def launch(arguments: Sequence[str], count: int) -> int:
-    """Run `packtrain ARGUMENTS` in `count` processes; show the output of rank 0 and return its exit code.
-
-    Signals are passed on. When a rank has failed, the others get GRACE_SECONDS.
-    """
+    """Run `packtrain ARGUMENTS` in `count` processes; show the output of rank 0 and return its exit code. Signals are
+    passed on. When a rank has failed, the others get GRACE_SECONDS."""
     port = free_port()
     command = [sys.executable, "-m", "packtrain", *arguments]
     with TemporaryFile() as output:  # output of the other ranks, which print what rank 0 prints

@@ -18,7 +18,7 @@ SINGLE_PROCESS_DEVICES = r"numpy|mps|.*,.*"  # devices that only one process wor
 
 
 def sends_from_device(device: str) -> bool:
-    """Whether numbers are sent from a device's own memory, where an exchange then needs rooms."""
+    """Whether numbers are sent from a GPU's own memory, where an exchange then needs buffers."""
     return device == "cuda"
 
 
@@ -52,7 +52,7 @@ def select_device(device: str) -> None:
 
 
 class Carrier:
-    """A group of all ranks in torch.distributed, and rooms in the memory from which it sends."""
+    """A group of all ranks in torch.distributed, and buffers ("rooms") in the memory from which the group sends."""
 
     def __init__(self, device: str, timeout: Any) -> None:
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")

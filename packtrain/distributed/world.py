@@ -58,10 +58,8 @@ class World:
     def start_reduce_scatter(
         self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
-        """Begin to put this rank's part of a flat f32 array's sum over all ranks into `local_sum`.
-
-        The part is added there unless `fresh`, and is complete when `wait_for_transfers` returns.
-        """
+        """Begin to put this rank's part of a flat f32 array's sum over all ranks into `local_sum`, or to add it unless
+        `fresh`; complete when `wait_for_transfers` returns."""
         local_part = array[rank_slice(len(array), *rank_and_size)]
         if fresh:
             local_sum[:] = local_part

@@ -38,7 +38,7 @@ class MetadataValue:
 
 
 def alignment_of(metadata: Mapping[str, MetadataValue]) -> int:
-    """Return the number of bytes of which offsets of tensors are multiples. Raises GGUFError."""
+    """Return the alignment in bytes: offsets of tensors are multiples of it. Raises GGUFError."""
     alignment = metadata.get(ALIGNMENT_KEY, MetadataValue("u32", ALIGNMENT))
     value = alignment.value
     if alignment.kind != "u32" or not isinstance(value, int | np.integer):
@@ -50,7 +50,7 @@ def alignment_of(metadata: Mapping[str, MetadataValue]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor in a file: its shape in NumPy order, the place of its bytes, and its part of a split file."""
+    """A tensor in a file: shape in NumPy order, offset and number of its bytes, and its part of a split file."""
 
     name: str
     shape: tuple[int, ...]

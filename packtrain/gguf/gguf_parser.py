@@ -28,7 +28,7 @@ SCALAR_STRUCTS = {kind: Struct(f"<{c}") for kind, c in zip(NUMPY_CODES, "BbHhIif
 
 
 def shorten_text(text: str) -> str:
-    """Shorten a text of the file for an error message."""
+    """Return a text of the file, shortened for an error message."""
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:MAX_TEXT_LENGTH]}…"
 
 
@@ -81,13 +81,13 @@ class GGUFPart:
             raise self._wrong(f"{title} needs {size} bytes at {self.at}, the file has {left} left")
 
     def _read_count(self, title: str, min_nbytes: int) -> int:
-        """Read a count of things of at least `min_nbytes` bytes each, which must fit into the rest of the file."""
+        """Read how many things of at least `min_nbytes` bytes each follow, which must fit into the rest of the file."""
         num_things: int = self._read_number(U64, title)
         self._require_nbytes(num_things * min_nbytes, f"{title} {num_things}")
         return num_things
 
     def _things(self, title: str, min_nbytes: int) -> int:
-        """Read a count of keys or tensors, at most MAX_COUNT."""
+        """Read how many keys or tensors follow, at most MAX_COUNT."""
         num_things = self._read_count(title, min_nbytes)
         if num_things > MAX_COUNT:
             raise self._wrong(f"{title} {num_things}; at most {MAX_COUNT} are read")
@@ -174,7 +174,7 @@ class GGUFPart:
         self.entries[name] = gguf_format.TensorInfo(name, shape, dtype, offset, nbytes)
 
     def _check_offsets(self, start: int, alignment: int) -> None:
-        """Check that the tensors lie within the file and share no bytes; make their offsets those of the file."""
+        """Check that tensors lie within the file and share no bytes; turn their offsets into offsets of the file."""
         for e in self.entries.values():
             shown, left_nbytes = shorten_text(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:

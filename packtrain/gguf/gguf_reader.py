@@ -50,10 +50,7 @@ class GGUF:
         return np.ndarray(info.dtype.array_shape(info.shape), info.dtype.numpy, data, info.offset)
 
     def close(self) -> None:
-        """Release the file, which is unmapped once no array of it is left, those of the metadata included.
-
-        No tensor can be read afterwards.
-        """
+        """Release the file: no tensor can be read afterwards. It is unmapped once no array over it is left."""
         for gguf_part in self._parts:
             gguf_part.data = b""
 

@@ -36,7 +36,7 @@ class DeferredTensor:
 
     @classmethod
     def from_reader(cls, read_array: Callable[[str], np.ndarray], name: str) -> "DeferredTensor":
-        """Return a tensor whose array is read when its turn comes. Raises GGUFError for a type that GGUF lacks."""
+        """Return a tensor whose array is read only when it is written. Raises GGUFError for a type that GGUF lacks."""
         array = read_array(name)
         dtype = DTYPES_BY_NUMPY.get(array.dtype)
         if dtype is None or dtype.number is None:
@@ -66,7 +66,7 @@ def write_gguf(
 
 
 def _as_deferred(name: str, tensor: np.ndarray | DeferredTensor) -> DeferredTensor:
-    """Return a tensor to write with its type, shape and values. Raises GGUFError."""
+    """Return a tensor to write, an array or not, as a DeferredTensor, checked. Raises GGUFError."""
     if len(name.encode()) >= NAME_NBYTES:
         raise gguf_format.GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
     if isinstance(tensor, DeferredTensor):
@@ -146,14 +146,14 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbyt
 
 
 def _written_nbytes(written: int | BaseException | None) -> int:
-    """Return the bytes that were written; raise the error that writing raised."""
+    """Return the bytes of a piece that the writing thread reports as written; raise the error that it reports."""
     if isinstance(written, BaseException):
         raise written
     return written or 0
 
 
 def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: WrittenQueue) -> None:
-    """Write queued pieces in order until None or an error; report each piece's bytes, or the error, then None."""
+    """Write queued pieces, in a thread, until None or an error; report each piece's bytes, or the error, then None."""
     try:
         while (piece := piece_queue.get()) is not None:
             ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES

@@ -17,7 +17,7 @@ from packtrain.inference.sampling.samplers import log_probabilities
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchConfig:
-    """A search that follows `width` beams and returns `num_beams`; length ** `penalty` divides log-probabilities."""
+    """Settings: `width` beams are followed, `num_beams` returned; length ** `penalty` divides log-probabilities."""
 
     width: int
     num_beams: int = 1
@@ -53,7 +53,7 @@ def top_indices(scores: np.ndarray, num_indices: int) -> np.ndarray:
 
 
 class BeamSearch:
-    """A beam search in sequences 0 … of a context; `run` returns the best texts, the best first.
+    """A beam search in sequences 0 … of a context; `run` returns the best beams, the best first.
 
     reading, writing  speeds of the prompt, and of all beams together
     """
@@ -70,7 +70,7 @@ class BeamSearch:
         self._finished_beams = list[Beam]()
 
     def run(self) -> list[Beam]:
-        """Search, and return the best texts: fewer than `num_beams` only if there are no more."""
+        """Search, and return the best beams: fewer than `num_beams` only if there are no more."""
         start_time, context = time.perf_counter(), self._context
         num_reused = context.reuse(0, self.prompt)
         logits = context.decode(self.prompt[num_reused:], 0)
@@ -119,7 +119,7 @@ class BeamSearch:
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Extend beams by a token; returns the likeliest, enough that `width` are left without those that end."""
+        """Extend beams by a token; returns the likeliest, so many that `width` remain without those that end."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()
@@ -140,7 +140,7 @@ class BeamSearch:
         self._finished_beams = ranked_beams[: self._search.num_beams]
 
     def _assign_sequences(self, beams: list[Beam]) -> list[Beam]:
-        """Give each beam its own sequence: the first beam of a text keeps the text's sequence, others copy it."""
+        """Return beams with a sequence each: the first that extends a text keeps its sequence, others get a copy."""
         live_seqs, context, placed_beams = {beam.seq for beam in beams}, self._context, list[Beam]()
         free_seqs = [seq for seq in range(self._search.width) if seq not in live_seqs]
         for seq in free_seqs:

@@ -37,7 +37,7 @@ def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
 
 
 def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
-    """Divide a vector by its norm: 1 taxicab, 2 Euclidean, p; 0: scale its largest value to 32760; -1: keep it."""
+    """Return a vector over its norm: 1 taxicab, 2 Euclidean, p; 0: with 32760 as its largest value; -1: as it is."""
     if norm < 0:
         return vector
     magnitudes = np.abs(vector.astype(np.float64))
@@ -51,12 +51,12 @@ def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
 
 
 def context_dimensions(lengths: Sequence[int]) -> tuple[int, int]:
-    """Return cells and sequences of a context that embeds texts of these lengths."""
+    """Return how many cells and sequences a context needs to embed texts of these lengths, in tokens."""
     return max(*lengths, min(sum(lengths), MAX_BATCH_TOKENS)), min(len(lengths), SEQUENCES)
 
 
 def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[range]:
-    """Yield ranges of texts that are read together, in order: they fit the cells and sequences."""
+    """Yield ranges of indices of texts that one batch reads, in order: they fit the cells and sequences."""
     batch_start = 0
     while batch_start < len(lengths):
         end, used = batch_start + 1, lengths[batch_start]

@@ -70,7 +70,7 @@ class Generator:
         self.context.remove(self.seq, since)
 
     def tokens_to_feed(self, text: Sequence[int]) -> Sequence[int]:
-        """Return the tokens to feed to go on with a cached text: the last one, or more where a state is missing."""
+        """Return the tokens to feed to go on with a cached text: the last, or more where cells or a state are gone."""
         return text[-1:] if self.context.pools.is_complete(self.seq) else self.reuse_prefix(text)
 
     def reuse_prefix(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -83,7 +83,7 @@ class Generator:
         return logits
 
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[SamplerInput], Sequence[int]]:
-        """Feed as many tokens as one run takes; returns the chain's inputs after the last, and the remaining tokens."""
+        """Feed as many tokens as one run takes; returns what `chain.choose` takes after the last, and the rest."""
         run_size = self.context.sizes.next_size(len(tokens))
         run_tokens, remaining_tokens = tokens[:run_size], tokens[run_size:]
         output_rows = [] if remaining_tokens else [len(run_tokens) - 1]
@@ -91,8 +91,8 @@ class Generator:
             run_tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
         ), remaining_tokens
 
-    def checked(self, tokens: Sequence[int], num_drafted: int, chain: Chain) -> list[SamplerInput]:
-        """Feed tokens that end in `num_drafted` guesses; returns the chain's inputs after each guess and before."""
+    def verify(self, tokens: Sequence[int], num_drafted: int, chain: Chain) -> list[SamplerInput]:
+        """Feed tokens that end in `num_drafted` guesses; returns what `chain.choose` takes before and after each."""
         output_rows = range(len(tokens) - num_drafted - 1, len(tokens))
         return self.context.choices(
             tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
@@ -213,13 +213,13 @@ class Reply:
         yield text.add(token_stream.flush()) + text.flush()
 
     def _tokens(self) -> Iterator[int]:
-        """Yield tokens, drafted ones while they equal the chosen ones, until the reply ends, but not for stop texts."""
+        """Yield the reply's tokens, guessed ones while the chain chooses the same; does not look for stop texts."""
         pending_tokens = self._generator.reuse_prefix(self.prompt)
         while not self._is_over():
             speed, start_time = self.writing if self.ids else self.reading, time.perf_counter()
             guess, left = self._propose_draft(), NO_TOKENS
             if guess:
-                rows = self._generator.checked([*pending_tokens, *guess], len(guess), self._chain)
+                rows = self._generator.verify([*pending_tokens, *guess], len(guess), self._chain)
             else:
                 rows, left = self._generator.step(pending_tokens, self._chain)
             num_read = len(pending_tokens) - len(left)
@@ -276,7 +276,7 @@ def make_chain(
 
 @lru_cache(maxsize=2)
 def _breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
-    """Return the breakers that end DRY's repetitions, as tokens."""
+    """Return the texts that end DRY's repetitions as tokens, see `find_breakers`; cached."""
     pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
     return find_breakers(texts, pieces, lambda text: tokenizer.encode(text, False, False, False))
 

@@ -23,7 +23,7 @@ class ParallelAnswer:
             self._stream.feed(id)
 
     def choose_token(self, candidates: SamplerInput) -> None:
-        """Choose the next token from the results that left the device, and add its text."""
+        """Choose the next token from what left the device (logits, candidates or a token), and add its text."""
         next_token = self.chain.choose(candidates)
         if next_token in self._eos_ids:
             self.finish_answer("end")
@@ -40,7 +40,7 @@ class ParallelAnswer:
 
 
 class ParallelAnswers:
-    """Answers in sequences 0 … of a context; iterate until all have ended, for new text of the first that has not.
+    """Answers in sequences 0 … of a context, written together; iterating yields their texts, one answer after another.
 
     reading, writing  speeds of the prompt, and of all answers together
     """
@@ -94,7 +94,7 @@ class ParallelAnswers:
             yield
 
     def _end_finished(self, active_answers: list[ParallelAnswer], room: int) -> None:
-        """End the answers that may not go on, with `room` free cells."""
+        """End the answers that may not go on, by their limits or as there are only `room` free cells."""
         for answer in active_answers:
             is_full = room < len(active_answers) or len(self.prompt) + len(answer.ids) > self._size
             reason = self._limits.end_reason(answer.ids, answer.chain.over, is_full)

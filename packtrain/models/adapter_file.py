@@ -45,7 +45,7 @@ class Adapter:
         return lora_scale(self.alpha, self.lora_pairs[name][1].shape[-1])
 
     def delta_rows(self, name: str, row_start: int, row_stop: int) -> np.ndarray:
-        """Return rows row_start:row_stop of scale * B A in f32; rows of experts follow each other."""
+        """Return rows row_start:row_stop of scale * B A, f32; in a stack of experts, rows count through all experts."""
         a, b = self.lora_pairs[name]
         adapter_scale = np.float32(self.scale_of(name))
         if name == EMBEDDING:
@@ -123,7 +123,7 @@ def _read_half(gguf: GGUF, name: str) -> np.ndarray:
 
 
 class _DividedPairs(Mapping[str, Pair]):
-    """Pairs A, B of a file, with B divided by the experts' factors when a pair is read."""
+    """LoRA pairs A, B by name; reading one divides B by the factors with which the base multiplies experts' outputs."""
 
     def __init__(self, pairs: Mapping[str, Pair], divisors: Mapping[str, np.ndarray]) -> None:
         self.pairs, self.divisors = pairs, divisors
@@ -149,7 +149,7 @@ def _expert_factors(names: Iterable[str], base: GGUF) -> dict[str, np.ndarray]:
 
 
 def fit_adapter(adapter: Adapter, path: str | Path, base: GGUF) -> Adapter:
-    """Return a file's adapter as a change of this base's matrices. Raises InputError if it does not fit."""
+    """Check the adapter of file `path` against its base, and divide B by experts' output factors. Raises InputError."""
     check_fits(adapter, path, base)
     expert_factors = _expert_factors(adapter.lora_pairs, base)
     if not expert_factors:
@@ -199,5 +199,5 @@ def write_adapter(
 
 
 def _times(b: np.ndarray, by: np.ndarray) -> DeferredTensor:
-    """Multiply B of each expert by the expert's factor, one expert at a time while writing."""
+    """Return B of all experts, each multiplied by its output factor only when the file is written."""
     return DeferredTensor(f32, b.shape, lambda: (e * f for e, f in zip(b, by, strict=True)))

@@ -27,45 +27,45 @@ def spread(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
     """Merge streams to one (..., C): the mean of the first and of the others' projections with the first's norm."""
-    summed_streams = first_stream = one(h)
+    summed_streams = first_stream = stream_at(h)
     for n in range(config.traits.num_streams - 1):
-        projection = _project_stream(config, w, STREAMS_OUT, n, one(h, n + 1))
+        projection = _project_stream(config, w, STREAMS_OUT, n, stream_at(h, n + 1))
         summed_streams = ops.add(summed_streams, match_norm(projection, first_stream))
     return named("merged", ops.scale(summed_streams, by=1 / config.traits.num_streams))
 
 
 def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
-    """Predict streams: h (..., S, C), plus for each stream a mix of all streams."""
+    """Predict what a block makes of all residual streams (AltUp): h (..., S, C) plus a learned mix of all for each."""
     num_streams = block.config.traits.num_streams
-    rates = block.linear("altup_predict_coef", route_stream(block, one(h)))
+    rates = block.linear("altup_predict_coef", route_stream(block, stream_at(h)))
     rates = ops.reshape(rates, shape=(*rates.shape[:-1], num_streams, num_streams))
     return block.saved(block.named("altup_predicted", ops.matmul(rates, ops.transpose(h), h)))
 
 
-def corrected(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
-    """Move predicted streams (..., S, C) by y - predicted stream 0, each stream at its own rate; y is (..., C)."""
+def correct(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
+    """Correct predicted streams (..., S, C) by the error y - stream 0, at learned rates; y (..., C): stream 0's."""
     correction_rates = block.linear("altup_correct_coef", route_stream(block, y))
     correction_rates = ops.scale(correction_rates, by=1.0, bias=1.0)
-    short = block.saved(ops.sub(y, one(predicted)))
+    short = block.saved(ops.sub(y, stream_at(predicted)))
     moves = ops.mul(_row(short), ops.reshape(correction_rates, shape=(*correction_rates.shape, 1)))
     return block.saved(block.named("altup_corrected", ops.add(moves, predicted)))
 
 
 def route_stream(block: BlockBuilder, x: Tensor) -> Tensor:
-    """Return the router's activations (..., S) of one stream x (..., C), from which rates are computed."""
+    """Return AltUp's router activations (..., S) of a residual stream x (..., C), which give the rates of mixing."""
     router_input = ops.scale(block.norm("altup_router_norm", x), by=1 / x.shape[-1])
     return block.saved(ops.tanh(block.linear("altup_router", block.saved(router_input))))
 
 
-def added(h: Tensor, y: Tensor) -> Tensor:
+def add_to_others(h: Tensor, y: Tensor) -> Tensor:
     """Add y (..., C) to all streams of h (..., S, C) but the first."""
     axis = len(h.shape) - 2
     other_streams = ops.narrow(h, axis=axis, start=1, length=h.shape[axis] - 1)
-    return stack_streams([one(h), ops.add(other_streams, _row(y))])
+    return stack_streams([stream_at(h), ops.add(other_streams, _row(y))])
 
 
-def one(h: Tensor, stream_index: int = 0) -> Tensor:
-    """Return one stream (..., C) of h (..., S, C)."""
+def stream_at(h: Tensor, stream_index: int = 0) -> Tensor:
+    """Return one residual stream (..., C) of several, h (..., S, C)."""
     stream = ops.cont(ops.narrow(h, axis=len(h.shape) - 2, start=stream_index, length=1))
     return ops.reshape(stream, shape=(*h.shape[:-2], h.shape[-1]))
 

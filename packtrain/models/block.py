@@ -19,23 +19,23 @@ def transformer_block(
     config: Config, w: Weights, i: int, h: Tensor, rope_tables: RopeTables, mixer: Mixer,
     embeddings: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute one block: h (..., C) -> (..., C); embeddings (..., L, P) if each block has some for itself.
-
-    With several streams, h is (..., S, C), and the block computes with the first.
-    """
-    block, compute = BlockBuilder(config, w, i), mixer.compute or computed
+    """Compute block i of the residual stream h (..., C), or of several (..., S, C), of which the block computes with
+    the first. `embeddings` (..., L, P): each token's embedding for each block, in models that have them."""
+    block, compute = BlockBuilder(config, w, i), mixer.compute or compute_block
     if config.traits.num_streams:
         guess = altup.predict_streams(block, h)
-        h = altup.corrected(block, guess, compute(block, altup.one(guess), rope_tables, mixer))
-        first = ops.mul(altup.one(h), block.weight("altup_correct_scale"))
-        return h if embeddings is None else altup.added(h, embedded(block, first, embeddings))
+        h = altup.correct(block, guess, compute(block, altup.stream_at(guess), rope_tables, mixer))
+        first = ops.mul(altup.stream_at(h), block.weight("altup_correct_scale"))
+        return (
+            h if embeddings is None else altup.add_to_others(h, embedded(block, first, embeddings))
+        )
     h = compute(block, h, rope_tables, mixer)
     h = h if embeddings is None else ops.add(embedded(block, h, embeddings), h)
     return ops.mul(h, block.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
 
 
-def computed(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
-    """Add attention, convolution or scan, and the feed-forward, to h (..., C)."""
+def compute_block(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
+    """Compute one block's residual stream h (..., C): add attention, convolution or scan, then the feed-forward."""
     return feed_forward(block, *mix_tokens(block, h, rope_tables, mixer))
 
 
@@ -118,7 +118,7 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
 
 
 def head_values(block: BlockBuilder, x: Tensor, k: Tensor) -> Tensor:
-    """Return the heads' values (..., K, D); k are the keys before their norm, which some models share."""
+    """Return the heads' values (..., K, D): W_v x, or in some blocks without W_v the keys `k` before their norm."""
     config, i = block.config, block.block_index
     like_keys = config.keys_are_values and not config.has_window(i)
     v = k if like_keys else block.project_heads("attn_v", x, config.kv_heads_of(i))
@@ -164,7 +164,7 @@ def dense_and_experts(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
 
 
 def gated(block: BlockBuilder, x: Tensor, suffix: str = "") -> Tensor:
-    """Multiply up by the activation of gate: x (..., C) -> (..., F), the input of ffn_down."""
+    """Compute activation(W_gate x) * (W_up x): x (..., C) -> (..., F), the input of ffn_down."""
     gate, up = (block.saved(block.linear(f"{name}{suffix}", x)) for name in ("ffn_gate", "ffn_up"))
     if block.block_index < block.config.traits.num_sparse_blocks:
         gate = block.saved(block.named("ffn_gate_sparse", sparsify_gate(gate)))
@@ -200,7 +200,7 @@ def ungated_feed_forward(block: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def mixture(block: BlockBuilder, x: Tensor, h: Tensor | None, read: Tensor | None = None) -> Tensor:
-    """Return the output of the chosen experts for x, LoRA included, plus h if given; `read` is the router's input."""
+    """Return the mixture of experts' output for x, with LoRA (+ h if given); the router reads `read`, or x."""
     config, traits = block.config, block.config.traits
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     if config.has_weight("ffn_gate_up_exps"):

@@ -25,7 +25,7 @@ class Mixer:
     convolve         short convolution of x with filters; `convolve_states` is the convolution before a scan
     scan             scan of x, steps, decays and skips
     delta_rule       gated delta rule of x, decays and betas
-    compute          computes blocks in place of `block.computed`, see tiled_block
+    compute          computes blocks in place of `block.compute_block`, see tiled_block
     """
 
     attend: Attend
@@ -61,7 +61,7 @@ class BlockBuilder(BlockWeights):
         return self.named(name, self.project(name, x, acc))
 
     def saved(self, x: Tensor) -> Tensor:
-        """Round x as saved for the backward pass; forward reads the rounded x, so that recompute changes no bit."""
+        """Round x to bf16 if activations are saved so; forward reads it rounded, too: recomputing changes no bit."""
         return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
 
     def norm(self, name: str, x: Tensor) -> Tensor:

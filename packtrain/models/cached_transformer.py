@@ -34,7 +34,8 @@ class CacheLayout:
         return self.max_sequence_tokens or self.num_cells
 
     def pool(self, config: Config, i: int) -> str:
-        """Return the pool of cells that block i uses, "ring_" or "cell_": the prefix of its inputs' names."""
+        """Return the pool of KV cells that block i uses, "ring_" (for sliding windows, whose cells are reused) or
+        "cell_"; the names of the pool's graph inputs begin so."""
         return "ring_" if self.ring and config.visible_tokens_of(i) else "cell_"
 
     def num_cells_of(self, pool: str) -> int:
@@ -45,7 +46,7 @@ class CacheLayout:
         return tuple(dict.fromkeys(self.pool(config, i) for i in every if self.leaves(config, i)))
 
     def scan_states(self, config: Config) -> dict[str, Tensor]:
-        """Return the state leaves of scans: for each sequence and block, one to read and one to write."""
+        """Return the graph's state tensors for scans: for each sequence and block, one to read and one to write."""
         leaves, scan_sizes, num_states = {}, config.scan, STATES * self.max_sequences
         for i in range(config.block_count):
             if scan_sizes is not None and config.has_scan(i):
@@ -56,7 +57,7 @@ class CacheLayout:
         return leaves
 
     def cache_leaf(self, config: Config, name: str, i: int) -> Tensor:
-        """Return the state leaf of block i that holds keys (`name` k), values (v) or inputs of the convolution (x)."""
+        """Return the graph's state tensor of block i with keys (`name` k), values (v) or the convolution's x."""
         num_cells = self.num_cells_of(self.pool(config, i))
         if name == "x":
             return state(f"cache.x.{i}", (num_cells, config.embedding_length), f32, "cache")
@@ -64,7 +65,7 @@ class CacheLayout:
         return state(f"cache.{name}.{i}", shape, self.dtype, "cache")
 
     def leaves(self, config: Config, i: int) -> dict[str, Tensor]:
-        """Return the state leaves of block i, by name: k and v, or x; none if it uses another block's."""
+        """Return the graph's state tensors of block i by name: k and v, or x; none if it uses another block's."""
         parts = config.cached_tensors if config.attends(i) else "x" if config.conv_width else ""
         parts = parts if config.source_of(i) == i else ""
         return {name: self.cache_leaf(config, name, i) for name in parts}
@@ -74,15 +75,15 @@ def generation(
     config: Config, w: Weights, time: int, cache: CacheLayout, num_logits: int = 1, *, return_hidden: bool = False,
     hidden_states: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache handles.
+    """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache tensors.
 
-    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned.
-    `cell` (time,) is the cell of each token, `cell_pos` (cells,) the position of each cell. Each sequence of the run
-    has a line of `cell_order` (lines, cells): its cells by position, `cell_counts` (lines,) of them. Attention that is
+    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned. `cell`
+    (time,) is the cell of each token, `cell_pos` (cells,) the position of each cell. Each sequence of the run has a
+    line of `cell_order` (lines, cells): its cells by position, `cell_counts` (lines,) of them. Attention that is
     written out reads `cell_seen` (lines, cells) f32 instead: 1 for the cells of a line, else 0. Convolutions read
     `cell_before` (time, width): the cells of the last tokens, the token's own last. Pools with a ring have `ring`,
-    `ring_pos` … All are inputs, so that one plan serves every position and every mix of sequences. LoRA adapters with
-    a scale for each token add inputs, see Lora.
+    `ring_pos` … All are inputs, so that one plan serves every position and every mix of sequences. LoRA adapters with a
+    scale for each token add inputs, see Lora.
 
     return_hidden  return the output of the last norm, (num_logits, C), instead of logits
     hidden_states  appends the values before the last norm, (time, C), from which `logits` computes any row
@@ -105,7 +106,8 @@ def generation(
 def cell_mixer(
     config: Config, cache: CacheLayout, pos: Tensor, line: Tensor, cache_handles: list[Tensor]
 ) -> Mixer:
-    """Return a Mixer in which new tokens see their sequence's cells; appends updated handles to `cache_handles`."""
+    """Return a Mixer in which new tokens see their sequence's cells in the KV cache. Each write to the cache makes a
+    new tensor ("handle"), which is appended to `cache_handles`."""
     (time,) = pos.shape
     places = {pool: pool_inputs(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
@@ -146,7 +148,8 @@ def _attend_cells(
     config: Config, cache: CacheLayout, at: tuple[Tensor, Tensor], inputs_by_pool: Mapping[str, tuple[Tensor, ...]],
     cache_handles: list[Tensor],
 ) -> Attend:  # fmt: skip
-    """Return the attention of new tokens, with positions and lines `at`, over the cells of their sequences."""
+    """Return the attention of new tokens to the cells of their sequences. `at`: positions and lines of the new tokens;
+    a line is the list of a sequence's cells."""
     pos, line = at
     kv_handles = dict[int, list[Tensor]]()
 
@@ -173,15 +176,14 @@ def _attend_cells(
 
 
 def count_lines(time: int, max_sequences: int) -> int:
-    """Return the lines of cells that a run of `time` tokens reads: one per sequence, and an empty one for padding."""
+    """Return how many lists of cells a run of `time` tokens reads: one per sequence, and an empty one for padding."""
     return min(time, max_sequences) + 1
 
 
 def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) -> tuple[Tensor, ...]:
-    """Return a pool's inputs: cells of new tokens, positions of all cells, cells of each line by position, and counts.
-
-    flash  if False, an input that says which line has which cells replaces the last two
-    """
+    """Return a pool's graph inputs: cells of new tokens, positions of all cells, each line's cells (a line: a
+    sequence's cells) by position, and counts of them; not `flash`: which line has which cells, in place of the last
+    two."""
     num_cells, rows = cache.num_cells_of(pool), count_lines(time, cache.max_sequences)
     new = input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (num_cells,), i32)
     if not flash:
@@ -190,10 +192,12 @@ def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) ->
 
 
 def move_cells(config: Config, w: Weights, max_moves: int, cache: CacheLayout) -> list[Tensor]:
-    """Move up to `max_moves` cells of each pool to other cells and positions; returns the updated cache handles.
+    """Build the graph that moves up to `max_moves` KV cells of each pool (of all blocks, or of those with a window) to
+    other cells and positions, as when a full context is shifted; returns the cache's tensors after the moves
+    ("handles").
 
-    Inputs, i32 (max_moves,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of
-    the position; `ring_from` … Keys are already rotated by their old positions, so rope rotates them by the change.
+    Inputs, i32 (max_moves,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of the
+    position; `ring_from` … Keys are already rotated by their old positions, so rope rotates them by the change.
     """
     cache_handles = list[Tensor]()
     suffixes = "from", "to", "by"

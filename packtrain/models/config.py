@@ -38,10 +38,8 @@ class RopeScaling:
         return 1.0 if self.type == "none" else self.factor
 
     def magnitude(self, divisor: float, is_latent: bool = False) -> float:
-        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp.
-
-        is_latent  heads are made from narrow vectors; with a multiplier, the scale of scores grows instead
-        """
+        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp. If heads
+        are made from narrow vectors (`is_latent`) and there is a multiplier, the scale of scores grows instead."""
         if self.type != "yarn":
             return self.attn_factor
         growth = _growth(self.factor, 1.0)
@@ -51,7 +49,7 @@ class RopeScaling:
 
     @property
     def attention_growth(self) -> float:
-        """Return the factor of queries and keys from narrow vectors in scores: deepseek2.cpp."""
+        """Return rope scaling's factor of queries, and of keys, in latent attention's (MLA) scores: deepseek2.cpp."""
         log_growth = _log_growth(self.divisor) if self.type != "yarn" else 1.0
         # the key has a tenth of the multiplier
         length_growth = 1.0 + self.log_multiplier * math.log(self.divisor)
@@ -60,7 +58,7 @@ class RopeScaling:
     def blend(
         self, rotated_width: int, base: float, trained_context: int, truncate: bool = True
     ) -> tuple[float, float] | None:
-        """Return YaRN's ramp: pairs before its start keep their frequency, pairs after its end are divided."""
+        """Return YaRN's ramp (start, end) or None: rope pairs before keep their frequency, those after are divided."""
         if self.type != "yarn":
             return None
 
@@ -323,7 +321,7 @@ def linear_scaling(freq_scale: float) -> RopeScaling:
 
 
 def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> None:
-    """Report what a context means to the model. Raises InputError if its learned positions are fewer."""
+    """Warn of a context beyond the trained, or with long rope factors. Raises InputError beyond learned positions."""
     trained_context, short = config.context_length, config.short_context
     if ctx > trained_context and config.traits.learned_positions:
         raise InputError(

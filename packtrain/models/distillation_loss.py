@@ -35,11 +35,12 @@ class DistillationLoss:
     top: int = 16  # how many of the teacher's likeliest tokens count
 
     def numbers(self, time: int) -> int:
-        """Return how many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
+        """Return how many 4-byte numbers a row of `time` tokens adds to the inputs, from which memory is planned."""
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (); adds inputs teacher_ids i32 and teacher_parts, (B, top + 1, T), see row_weights."""
+        """Compute the loss (): a share of the data's, the rest from the teacher's likeliest tokens. Adds the graph
+        inputs teacher_ids i32 and teacher_parts, (B, top + 1, T), see row_weights."""
         (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)
@@ -64,10 +65,8 @@ class DistillationLoss:
         )
 
     def row_weights(self, logits: np.ndarray) -> np.ndarray:
-        """Return the weights of the head's rows, (N, top + 1) f32: 1 for the target, -p for the teacher's tokens.
-
-        logits  (N, top)  logits of the teacher, the largest first
-        """
+        """Return the weights of the head's rows, (N, top + 1) f32: 1 for the target, -p for the teacher's tokens, from
+        their logits (N, top), the largest first."""
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)
@@ -85,7 +84,7 @@ def _mix_rows(row_table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
     return mixed_rows
 
 
-def reading(
+def teacher_graphs(
     config: Config, w: Weights, time: int, num_rows: int, top: int, shared_vocab_size: int
 ) -> dict[str, dict[str, Tensor]]:
     """Return a teacher's graphs: `read` computes `hidden` states (1, time, C), `likely` the likeliest next tokens.

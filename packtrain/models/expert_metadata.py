@@ -90,7 +90,7 @@ def expert_sizes(config: Config) -> dict[str, int]:
 
 
 def weight_keys(config: Config) -> dict[str, MetadataValue]:
-    """Return the keys of how experts are chosen and weighed."""
+    """Return the GGUF metadata of how a router chooses and weighs experts."""
     weights_scale, is_normalized = config.expert_weights_scale, config.expert_weights_norm
     keys = {WEIGHTS_SCALE: MetadataValue("f32", weights_scale)} if weights_scale else {}
     keys |= {k: MetadataValue("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}

@@ -63,7 +63,7 @@ class MetadataReader:
         )
 
     def size(self, key: str, default: int | None = None, min_size: int = 1) -> int:
-        """Return a whole number from `min_size`. Raises InputError."""
+        """Return the value of `key`, a whole number of `min_size` or more. Raises InputError."""
         value = self.get(key, default)
         if key in PER_BLOCK_KEYS and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             value = int(value[0]) if len({*value.tolist()}) == 1 else value
@@ -85,7 +85,7 @@ class MetadataReader:
         return list(value.tolist()) if is_array else []
 
     def read_optional_float(self, key: str) -> float:
-        """Return a number above 0, or 0 if the architecture lacks the key; 0 is allowed where it is the default."""
+        """Return the value of `key`, above 0, or 0 if that is the default; 0 if the architecture lacks the key."""
         key_defaults, zero = self.architecture.key_defaults, key in self.architecture.zero_keys
         return self.real(key, zero=zero or key_defaults[key] == 0) if key in key_defaults else 0.0
 

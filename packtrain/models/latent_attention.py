@@ -70,7 +70,7 @@ def expand_latent(block: BlockBuilder, latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_matrices(block: BlockBuilder, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return the matrices of each head, and the sum that their LoRA adapter adds to them, (H, N, K) each.
+    """Return each head's matrix W and its LoRA adapter's product, None without: (H, N, K) both.
 
     attn_k_b is transposed, from (H, K, N): read from its other side, it has no dropout and no calibration.
     """

@@ -74,10 +74,8 @@ class LlamaCppCheckpoint:
 
 
 def open_start(settings: Any) -> LlamaCppCheckpoint | None:
-    """Open the checkpoint with which the settings of a train run begin; None: with random weights.
-
-    Raises InputError for another file, and for settings that the checkpoint contradicts.
-    """
+    """Open the checkpoint with whose weights the settings let a train run begin; None: with random weights. Raises
+    InputError for another file, and for settings that the checkpoint contradicts."""
     path: Path | None = settings.from_checkpoint
     if path is None:
         return None

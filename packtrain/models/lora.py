@@ -39,7 +39,8 @@ class Lora:
         return lora_scale(self.alpha, rank)
 
     def scale_inputs(self) -> dict[tuple[int, ...], str]:
-        """Return names of inputs (T, rank), the scales of tokens for rows of A, by the adapters that own these rows."""
+        """Return the graph inputs (T, rank) by which each token has its own scales, {adapters that own A's rows:
+        input's name}; tensors whose rows belong to the same adapters share an input."""
         distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
@@ -67,7 +68,7 @@ def lora_scale(alpha: float, rank: int) -> float:
 
 
 def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of A and B of this rank for a tensor of the base."""
+    """Return the shapes of LoRA's A and B of this rank for a base tensor of this shape."""
     *experts, num_rows, row_width = shape
     if name == EMBEDDING:
         return (num_rows, rank), (row_width, rank)

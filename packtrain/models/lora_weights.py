@@ -52,7 +52,7 @@ class BlockWeights:
         return ops.matmul(lora_output, b, y, precision=precision)
 
     def _project_aware(self, name: str, x: Tensor, acc: Tensor | None) -> Tensor | None:
-        """Multiply by weight plus adapter, rounded to the weight's blocks; None if training is not aware."""
+        """Compute x @ (W + adapter).T with the sum rounded as an --aware merge stores it; None without --aware."""
         adapter, lora, w = self.lora_of(name), self.config.lora, self.weight(name)
         if adapter is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
             return None

@@ -54,7 +54,8 @@ def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
 
 
 def _head_betas_and_steps(block: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return betas and steps (..., H) before their activations; a fused matrix has both of a group together."""
+    """Return the gated delta rule's betas and decay steps of each head, (..., H), before their activations; a fused
+    matrix has both of a group of heads together."""
     if block.config.traits.delta == "tiled":
         beta, time_step = (block.saved(block.linear(name, x)) for name in DELTA_EACH)
         return beta, time_step

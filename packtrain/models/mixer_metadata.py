@@ -22,8 +22,8 @@ MAX_SCAN_RATIO = 16  # most values of a scan, times the embedding's width
 MAX_CONV_TAPS = 16  # a small hostile file must not take much memory
 
 
-def mixing(keys: MetadataReader, blocks: int, heads: int) -> dict[str, Any]:
-    """Read Config fields of key and value heads, convolutions and scans; blocks with 0 heads do not attend."""
+def read_mixers(keys: MetadataReader, blocks: int, heads: int) -> dict[str, Any]:
+    """Read Config fields of K/V heads, convolutions and scans; blocks with 0 K/V heads have no attention."""
     if KV_LORA_RANK in keys.architecture.key_defaults:
         return _read_latent_fields(keys, heads)
     if keys.architecture.has_uneven_blocks:
@@ -109,8 +109,8 @@ def _check_rope_sections(keys: MetadataReader) -> None:
         raise keys.wrong(SECTIONS, keys.get(SECTIONS), expected)
 
 
-def _turns(config: Config) -> dict[str, MetadataValue]:
-    """Return the keys of which blocks attend, and of rope's sections."""
+def _attends(config: Config) -> dict[str, MetadataValue]:
+    """Return the GGUF keys that say which blocks have attention, and rope's sections if the model has them."""
     metadata = {
         RECURRENT_LAYERS: MetadataValue("bool", [not attends for attends in config.attending]),
         ATTENTION_INTERVAL: MetadataValue("u32", config.attending.index(True) + 1),
@@ -129,7 +129,7 @@ def mixer_metadata(config: Config) -> dict[str, MetadataValue]:
     if ROPE_FINETUNED in config.traits.key_defaults:
         metadata[ROPE_FINETUNED] = MetadataValue("bool", config.turned)
     if config.traits.delta:
-        return {KV: MetadataValue("u32", config.head_count_kv), **metadata, **_turns(config)}
+        return {KV: MetadataValue("u32", config.head_count_kv), **metadata, **_attends(config)}
     if not config.attending:
         return {KV: MetadataValue("u32", config.head_count_kv), **metadata}
     kv_head_counts = [config.head_count_kv * config.attends(i) for i in range(config.block_count)]
@@ -139,7 +139,7 @@ def mixer_metadata(config: Config) -> dict[str, MetadataValue]:
 
 
 def _read_latent_fields(keys: MetadataReader, heads: int) -> dict[str, Any]:
-    """Read the sizes of heads made from narrow vectors; files with attn_kv_b lack the keys of widths per head."""
+    """Read head sizes of latent attention (MLA); files with attn_kv_b lack the keys of widths per head."""
     rank, dims = keys.size(KV_LORA_RANK), keys.size("rope.dimension_count")
     of_heads = keys.get(MLA_WIDTHS[0]) is not None
     width_keys = MLA_WIDTHS if of_heads else ("attention.key_length", "attention.value_length")

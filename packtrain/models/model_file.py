@@ -76,10 +76,8 @@ class ModelFile:
 
 
 def open_model(path: str | Path, extra_tensors: Sequence[str] = ()) -> ModelFile:
-    """Open a model's GGUF file, which may have `extra_tensors` beside the model's.
-
-    Raises InputError if packtrain cannot compute the model as the file describes.
-    """
+    """Open a model's GGUF file, which may have `extra_tensors` beside the model's. Raises InputError if packtrain
+    cannot compute the model as the file describes."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
         fact = f"{path}: this is an adapter, not a model; give its base, and --lora {path}"

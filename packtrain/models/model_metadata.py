@@ -16,7 +16,7 @@ from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, ScalingType
 from packtrain.models.expert_metadata import EXPERT_WIDTH, expert_sizes, feed_forward_length
 from packtrain.models.gguf_keys import MAX_SIZE, ROPE_FREQ_BASE, MetadataReader, eps_key
-from packtrain.models.mixer_metadata import KV_LORA_RANK, mixer_metadata, mixing
+from packtrain.models.mixer_metadata import KV_LORA_RANK, mixer_metadata, read_mixers
 from packtrain.models.per_block_metadata import FEED_FORWARD, PER_LAYER, kinds, per_block_metadata
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
@@ -49,7 +49,7 @@ def read_config(gguf: GGUF) -> Config:
         tied=reader.architecture.always_tied or not has_output, architecture=reader.architecture.name,
         optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1), rope_scaling=_read_rope_scaling(reader),
         temperature_scale=reader.read_optional_float(TEMPERATURE_KEY),
-        **{**_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows, **factors},
+        **{**_heads(reader, num_heads), **read_mixers(reader, num_blocks, num_heads), **windows, **factors},
         **(kinds(reader, gguf, num_blocks, windows) or {FEED_FORWARD: feed_forward_length(reader)}),
         **expert_metadata.read_expert_fields(reader),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def read_config(gguf: GGUF) -> Config:
 
 
 def num_unused_blocks(keys: MetadataReader) -> int:
-    """Return the number of last blocks that guess more tokens, which nothing here uses."""
+    """Return the number of last blocks for multi-token prediction, which nothing here uses."""
     if NEXT not in keys.architecture.key_defaults:
         return 0
     count, blocks = keys.size(NEXT, min_size=0), keys.size("block_count")
@@ -90,7 +90,8 @@ def _read_vocabulary_size(gguf: GGUF) -> int:
 
 
 def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:
-    """Return the optional tensors of the file; only the last block surely has those of experts."""
+    """Return the architecture's optional tensors that the file has: outside blocks, or in the first or last block, as
+    only the last is sure to have those of experts."""
     names = architecture.optional_tensors
     at = "", "blk.0.", f"blk.{last_block}."
     return tuple(name for name in names if any(f"{prefix}{name}" in gguf.entries for prefix in at))

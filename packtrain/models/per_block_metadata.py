@@ -23,7 +23,7 @@ WINDOW_WIDTHS = "attention.key_length_swa", "attention.value_length_swa", "rope.
 def kinds(
     keys: MetadataReader, gguf: GGUF, blocks: int, window_fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Read the Config fields by which blocks differ; `window_fields` are those of windows."""
+    """Read the Config fields of sizes that differ from block to block; `window_fields` says which have a window."""
     if not keys.architecture.has_uneven_blocks:
         return {}
     pattern, every = window_fields["window_pattern"], keys.architecture.key_defaults[WINDOW_PATTERN]
@@ -61,7 +61,7 @@ def kinds(
 
 
 def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
-    """Return a size for each block, from one number or an array."""
+    """Return a size for each block, from one number or an array in the file."""
     value = keys.get(key)
     if not isinstance(value, np.ndarray):
         return [keys.size(key)] * blocks
@@ -72,10 +72,8 @@ def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
 
 
 def _read_num_kv_blocks(keys: MetadataReader, blocks: int, pattern: Sequence[bool]) -> int:
-    """Return how many first blocks have keys and values of their own; 0: all.
-
-    llama.cpp gives later blocks the keys and values of the last of these, if they have no window, or of the one before.
-    """
+    """Return how many first blocks have keys and values of their own; 0: all. llama.cpp gives later blocks those of the
+    last of these, if they have no window, or of the one before."""
     limit = keys.architecture.num_kv_blocks
     num_shared = max(blocks - limit, 0) if limit else keys.size(SHARED_KV, min_size=0)
     num_owning = blocks - num_shared

@@ -91,10 +91,11 @@ class PreferenceLoss:
 
     # ---- on the host
 
-    def judged(
+    def loss_and_rewards(
         self, logps: np.ndarray, reference: np.ndarray, token_shares: np.ndarray | float = 1.0
     ) -> dict[str, np.ndarray]:
-        """Compute for each pair, in f64 on the host: `loss`, and the rewards beta * (s - r), `chosen` and `rejected`.
+        """Compute for each pair, in f64 with NumPy: `loss`, and the rewards `chosen` and `rejected`, which are beta *
+        (an answer's log-probability - the reference model's).
 
         logps         (N, 2)  log-probabilities as the graph counts them
         token_shares  (N,)    1 / tokens of the chosen answer, if log-probabilities are sums

@@ -174,7 +174,7 @@ class _DtypeRules:
         return any_heads or self._number("attention.head_count_kv", heads) != heads
 
     def _next_index(self, pattern: str, name: str) -> int:
-        """Count a tensor of this kind and return its index; with experts, the index of its block."""
+        """Count a tensor of this kind (`pattern`); return how many came before, or with experts its block's index."""
         index = self.tensor_counts[pattern]
         self.tensor_counts[pattern] += 1
         return (_block_index(name) or 0) if self.experts > 1 else index  # a block has several
@@ -213,7 +213,7 @@ class _DtypeRules:
         return num_kv_heads > 0 and num_heads // num_kv_heads >= MIN_SHARING_HEADS
 
     def _instead(self, i: int, num_first: int, count: int, default_dtype: Dtype | None) -> Dtype:
-        """Return the mix's type for the i-th of `count` tensors of a kind."""
+        """Return the mix's type for the i-th of `count` tensors of a kind; the first or outer ones may differ."""
         if self.mix.first_layers and i < num_first:
             return self.mix.first_layers
         spread_dtype = self.mix.outer_layers if _gets_more_bits(i, count) else None

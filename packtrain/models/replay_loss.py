@@ -35,11 +35,11 @@ class ReplayLoss:
 
     @property
     def mark(self) -> str:
-        """The text that files of a run are checked by; its words are those of files that exist."""
+        """Text saved beside the texts, and compared on resume; another wording would not match existing files."""
         return f"Replay(length={self.length}, weight={self.weight}, texts={self.num_texts}, width={self.head_width})"
 
     def numbers(self, time: int) -> int:
-        """Return how many numbers of 4 bytes the inputs of a row hold."""
+        """Return how many 4-byte numbers a row of `time` tokens adds to the inputs, from which memory is planned."""
         return (self.head_width + 2) * min(self.length, time)
 
     @property
@@ -48,7 +48,8 @@ class ReplayLoss:
         return self.num_texts * self.length * (2 * self.head_width + 8)
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
+        """Compute the loss (): the data's, plus the divergence from the base on the texts at the rows' ends. Adds the
+        graph inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
         batch_rows, time, width = base_loss.x.shape
         length = min(self.length, time)  # the search for a context that fits tries shorter rows
 

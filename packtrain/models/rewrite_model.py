@@ -46,13 +46,13 @@ class AwareMergedRows:
 
 
 def is_recodable(base: GGUF, name: str) -> bool:
-    """Whether aware training stores this matrix in the base's quantization blocks."""
+    """Whether the merge of an --aware adapter keeps this matrix's quantization blocks and scales."""
     entry = base.entries[name]
     return name.startswith("blk.") and entry.dtype in RECODABLE and len(entry.shape) == 2
 
 
 def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | AwareMergedRows]:
-    """Return readers of merged rows for an aware-trained adapter, whose matrices stay in their blocks."""
+    """Return {tensor: function that reads merged rows} of an --aware adapter, in the base's quantization blocks."""
     return {
         name: AwareMergedRows(base.array(name), adapter, name, r) if is_recodable(base, name) else r
         for name, r in merged_rows(base, [(adapter, 1.0)]).items()
@@ -60,7 +60,7 @@ def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | Awar
 
 
 def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, ReadRows]:
-    """Return readers of merged rows for every matrix that the adapters change. Raises InputError."""
+    """Return {tensor: function that reads merged rows as f32} for all matrices with adapters. Raises InputError."""
     adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
 
     def read_merged(name: str) -> ReadRows:

@@ -79,10 +79,8 @@ def _stream_shapes(config: Config) -> Shapes:
 
 
 def unused_weights(config: Config) -> list[str]:
-    """Return tensors that files may have and nothing reads: keys and values of blocks that use other blocks'.
-
-    llama.cpp demands them if the number of blocks with their own is fixed: then they are weights, too.
-    """
+    """Return tensors that files may have and nothing reads: keys and values of blocks that use other blocks'. llama.cpp
+    demands them if the number of blocks with their own is fixed: then they are weights, too."""
     sharing_blocks = (i for i in range(config.block_count) if config.source_of(i) != i)
     return [f"blk.{i}.{name}.weight" for i in sharing_blocks for name in KV_WEIGHTS]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from packtrain.engine.row_tiles import BuildBody, in_tiles
 from packtrain.engine.tensor import Tensor
-from packtrain.models.block import computed, feed_forward, mix_tokens
+from packtrain.models.block import compute_block, feed_forward, mix_tokens
 from packtrain.models.block_weights import Attend, BlockBuilder, Mixer, RopeTables
 from packtrain.models.config import Config
 
@@ -18,14 +18,14 @@ ALL_ROWS = "keys", "values", "positions", "sequences"  # what attention reads of
 
 
 def can_tile(config: Config) -> bool:
-    """Whether blocks can be tiled: dropout numbers all rows, and aware training would store W once per tile."""
+    """Whether blocks can run in tiles of rows: not with dropout, which numbers all rows, nor with --aware."""
     return config.lora is None or not (config.lora.dropout or config.lora.aware)
 
 
 class TiledBlocks:
     """Computes blocks for tokens at positions `pos` of sequences `seq`, both (B, T), in `count` tiles of T / count.
 
-    attend  as transformer.mixed
+    attend  as transformer.attend_batch
     """
 
     def __init__(self, attend: Callable[..., Tensor], pos: Tensor, seq: Tensor, count: int) -> None:
@@ -35,7 +35,7 @@ class TiledBlocks:
     def compute(
         self, block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer
     ) -> Tensor:
-        """Compute what `block.computed` does: h (B, T, C) -> (B, T, C)."""
+        """Compute a block as `block.compute_block` does, but in tiles of rows: h (B, T, C) -> (B, T, C)."""
         config, i = block.config, block.block_index
         wholes = {name: t for name, t in block.w.items() if name.startswith(f"blk.{i}.")}
         if not config.attends(i) or config.has_scan(i):
@@ -58,12 +58,12 @@ class TiledBlocks:
     def _bodies(
         self, block: BlockBuilder, rows: Sequence[Tensor], rope_tables: RopeTables
     ) -> tuple[BuildBody, BuildBody]:
-        """Return functions that build a tile's keys and values, and its output."""
+        """Return functions that build a tile of rows as a graph: its keys and values, and the block's output."""
 
         def run(tiles: Sequence[Tensor], w: Mapping[str, Tensor], attend: Attend) -> Tensor:
             tile_of = dict(zip(rows, tiles, strict=True))
             tile_tables = {rope: (tile_of[q], tile_of[k]) for rope, (q, k) in rope_tables.items()}
-            return computed(replace(block, w=w), tiles[0], tile_tables, Mixer(attend))
+            return compute_block(replace(block, w=w), tiles[0], tile_tables, Mixer(attend))
 
         def keys_and_values(tiles: Sequence[Tensor], w: Mapping[str, Tensor]) -> list[Tensor]:
             results = list[Tensor]()

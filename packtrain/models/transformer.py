@@ -41,10 +41,8 @@ class AttentionAttrs(TypedDict):
 
 
 def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
-    """Return the model's weight leaves by GGUF name; `dtypes` has the element types that are not f32.
-
-    LoRA adapters come last. Graphs of the same model share leaves, which are made once.
-    """
+    """Return the model's weights as graph leaves by GGUF name, LoRA adapters last; `dtypes` has the element types that
+    are not f32. Graphs of the same model share leaves, which are made once."""
     return dict(_weight_leaves(config, tuple(dtypes.items())))
 
 
@@ -179,10 +177,10 @@ def layer_embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> T
     return named("per_layer_inputs", layer_inputs)
 
 
-def mixed(
+def attend_batch(
     config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *token_positions: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute the attention of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
+    """Compute block i's attention over a batch, fused or written out; positions are q_pos, k_pos, q_seq and k_seq."""
     rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
     if config.flash:
         y = ops.attention(q, k, v, q_pos, k_pos, q_seq, k_seq, None, sinks, **rule)[0]
@@ -194,10 +192,8 @@ def mixed(
 def batch_mixer(
     config: Config, pos: Tensor, seq: Tensor, keys_values: KeysAndValues | None = None
 ) -> Mixer:
-    """Return a Mixer in which tokens see earlier tokens of their row and sequence.
-
-    keys_values  filled with keys and values by block
-    """
+    """Return a Mixer for batches without a cache: tokens see earlier tokens of their row and sequence (equal `seq`).
+    `keys_values` is filled with each block's keys and values."""
     keys_values = {} if keys_values is None else keys_values
 
     def attend(
@@ -205,7 +201,9 @@ def batch_mixer(
     ) -> Tensor:
         if k is not None and v is not None:
             keys_values[i] = k, v
-        return mixed(config, i, q, *keys_values[config.source_of(i)], sinks, pos, pos, seq, seq)
+        return attend_batch(
+            config, i, q, *keys_values[config.source_of(i)], sinks, pos, pos, seq, seq
+        )
 
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
         return ops.short_conv(x, filters, seq)
@@ -221,7 +219,7 @@ def batch_mixer(
 
 
 def scan_attrs(config: Config) -> dict[str, int]:
-    """Return the attributes of scan ops."""
+    """Return the attributes of scan ops: groups of heads, and the width of the state."""
     assert config.scan is not None
     return {"groups": config.scan.groups, "width": config.scan.state}
 
@@ -344,7 +342,7 @@ def cross_entropy(
 def residual_stream_in_parts(
     config: Config, w: Weights, batch: tuple[Tensor, ...], num_parts: int, num_row_tiles: int = 1
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, as parts, the last part first."""
+    """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, in parts of the batch, last first."""
     rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
 
     def part_stream(part_index: int) -> Iterator[Tensor]:
@@ -357,7 +355,9 @@ def residual_stream_in_parts(
             part_weights = {**w, KEY: ops.reshape(key, shape=(3,))}
         mixer = batch_mixer(config, pos, seq)
         if num_row_tiles > 1:
-            mixer = replace(mixer, compute=TiledBlocks(mixed, pos, seq, num_row_tiles).compute)
+            mixer = replace(
+                mixer, compute=TiledBlocks(attend_batch, pos, seq, num_row_tiles).compute
+            )
         return residual_stream(config, part_weights, tokens, pos, mixer, num_tokens)
 
     return zip(*(part_stream(part_index) for part_index in reversed(range(num_parts))), strict=True)

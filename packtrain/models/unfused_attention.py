@@ -25,7 +25,7 @@ def attention_cells(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_lines: Tensor, seen: Tensor, k_pos: Tensor,
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Compute ops.attention_cells; `seen` (R, S) f32 is 1 where a line has a cell, else 0."""
+    """Compute ops.attention_cells without a fused op; `seen` (R, S) is 1 where line r, a sequence, has cell s."""
     seen = ops.mul(_visible_keys(q_pos, k_pos, window), ops.get_rows(seen, q_lines))
     q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _as_f32(k), _as_f32(v), seen))
     y = _softmax_mix(q, k, v, sinks, seen, scale, softcap)

@@ -17,7 +17,7 @@ DELTA_KEYS = {THOUGHT: "reasoning_content", TEXT: "content"}
 
 
 class BlocksFormat:
-    """Base of shapes whose answers are lists of blocks. Subclasses write the events of blocks.
+    """Base of response formats whose answers are lists of blocks. Subclasses write the events of blocks.
 
     request  the answer as a request of /v1/chat/completions, with one job
     """

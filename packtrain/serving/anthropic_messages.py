@@ -29,7 +29,7 @@ DELTAS = {
 
 
 def chat_body(body: JsonBody) -> JsonBody:
-    """Return a request of /v1/messages as one of /v1/chat/completions. Raises InputError."""
+    """Convert a request of /v1/messages into one of /v1/chat/completions. Raises InputError."""
     body.refuse_unmet("messages")
     messages = list[JsonObject]()
     if body.has("system"):
@@ -55,7 +55,7 @@ def chat_body(body: JsonBody) -> JsonBody:
 
 
 def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObject]:
-    """Return a message as messages of a chat: results of tools come before the user's text.
+    """Convert a message of /v1/messages into messages of a chat: results of tools come before the user's text.
 
     call_names  the names of tools by the ids of calls; calls of this message are added
     """
@@ -197,7 +197,7 @@ class MessagesFormat(BlocksFormat):
 
 
 def block_of(kind: str, content: Any) -> JsonObject:
-    """Return a block with its text, or with its call in OpenAI's shape."""
+    """Return a block of an answer in Anthropic's shape; content: its text, or its call in OpenAI's shape."""
     if kind == CALL:
         function = content["function"]
         arguments = arguments_object(function["arguments"])
@@ -210,7 +210,7 @@ def block_of(kind: str, content: Any) -> JsonObject:
 
 
 def arguments_object(text: str) -> Any:
-    """Return the arguments of a call; those of a style that writes no JSON are one text."""
+    """Return the arguments of a call, parsed from JSON; {"arguments": text} for a text that is no JSON."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -218,7 +218,7 @@ def arguments_object(text: str) -> Any:
 
 
 def stop_fields(finish_word: str, end: AnswerEnd) -> JsonObject:
-    """Return why an answer ended, in Anthropic's words."""
+    """Return why an answer ended, as the fields stop_reason and stop_sequence; finish_word: OpenAI's finish_reason."""
     if end.reason == "stop" and finish_word == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_text}
     is_full = end.reason == "context"

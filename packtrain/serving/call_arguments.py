@@ -11,7 +11,7 @@ ParsedCall = tuple[str, Any, int]  # name, arguments, and where the call ends
 
 
 def read_document(text: str, at: int) -> tuple[Any, int]:
-    """Parse the JSON document at position `at`; returns it and its end, or None and `at`."""
+    """Parse the JSON document at offset `at`; returns the document and the offset behind it, or None and `at`."""
     try:
         return JSON_DECODER.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
     except (ValueError, RecursionError):
@@ -19,7 +19,7 @@ def read_document(text: str, at: int) -> tuple[Any, int]:
 
 
 def read_value(text: str) -> Any:
-    """Parse a lone argument: JSON or Python, but strings stay as they are written."""
+    """Parse the text of one argument as JSON or a Python literal; a string stays as it is written, with its quotes."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -28,7 +28,7 @@ def read_value(text: str) -> Any:
 
 
 def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
-    """Parse the object at `pos`, with bare keys and strings between `quote`; returns it, or None, and its end."""
+    """Parse the object with unquoted keys at `pos`; strings stand between `quote`. Returns it (or None) and its end."""
     quote_pattern, depth, json_parts = re.escape(quote), 0, list[str]()
     token_pattern = re.compile(
         rf"\s*(?:{quote_pattern}(?P<text>.*?){quote_pattern}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
@@ -45,7 +45,7 @@ def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
 
 
 def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
-    """Parse a Python call from its first argument on; returns the call and its end, None if it cannot be read.
+    """Parse the keyword arguments of a Python call, from offset `pos` on; None if they cannot be read.
 
     Strings end where a comma or the end follows: quotes within them are as they are.
     """
@@ -67,7 +67,7 @@ def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
 
 
 def _read_python_value(text: str, at: int) -> tuple[Any, int]:
-    """Parse the value at `at`, JSON or Python; returns the value and its end."""
+    """Parse the value at offset `at`, JSON or Python; returns the value and its end, or None and `at`."""
     document, end_pos = read_document(text, at)
     if end_pos > at:
         return document, end_pos

@@ -1,4 +1,4 @@
-"""/embeddings, /v1/embeddings: vectors of texts in llama-server's and OpenAI's shape; /rerank: texts that fit one."""
+"""/embeddings, /v1/embeddings: vectors of texts in llama-server's and OpenAI's shape; /rerank: texts for a query."""
 
 import base64
 import re
@@ -19,7 +19,7 @@ MAX_EMBEDDING_NUMBERS = 1 << 19  # most numbers in all embeddings of a request
 
 
 def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
+    """Return embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
     encoding_format = body.text("encoding_format", "float")
     width = server.model.config.embedding_length
     if encoding_format not in ("float", "base64"):
@@ -40,7 +40,7 @@ def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
 
 
 def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer embeddings in llama-server's own shape: of each text a list of vectors."""
+    """Return embeddings in llama-server's own shape: a list of vectors for each text."""
     content = body.get("content") if body.has("content") else body.get("input")
     _, vectors = embed_content(server, body, content)
     return [
@@ -52,7 +52,7 @@ def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
 def embed_content(
     server: Server, body: JsonBody, content: Any
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Return tokens and embedding of each text. Raises HttpRefusal, InputError."""
+    """Return the token ids and the embedding of each text in `content`. Raises HttpRefusal, InputError."""
     max_vectors = MAX_EMBEDDING_NUMBERS // server.model.config.embedding_length
     texts = parse_prompts(content, server.tokenizer, min(MAX_TEXTS, max_vectors), "input")
     num_tokens = sum(map(len, texts))
@@ -91,7 +91,7 @@ def rerank_head(model: ModelFile) -> np.ndarray:
 
 
 def rerank(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer in Jina's shape, or in that of text-embeddings-inference if the documents are `texts`."""
+    """Return scores of how well documents fit a query, in Jina's shape, or for `texts` text-embeddings-inference's."""
     if server.rerank_head is None:
         raise HttpRefusal(
             501, "This server does not support reranking. Start it with `--reranking`"
@@ -131,7 +131,7 @@ def _documents(body: JsonBody, name: str) -> list[str]:
 
 
 def rerank_ids(tokenizer: Tokenizer, template: Any, query: str, document: str) -> list[int]:
-    """Return the tokens of a pair: by the file's template, else [BOS] query [EOS] document [EOS]."""
+    """Return the tokens of a query and a document: by the file's template, else [BOS] query [EOS] document [EOS]."""
     if isinstance(template, str):
         texts = {"{query}": query, "{document}": document}
         prompt = re.sub("|".join(map(re.escape, texts)), lambda name: texts[name[0]], template)

@@ -86,7 +86,7 @@ class ServingEngine:
         return ticket
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread, between two runs. Raises ServerBusy."""
+        """Return a future of a function's result, called in the engine's thread between runs. Raises ServerBusy."""
         future = Future[T]()
 
         def run_call() -> None:
@@ -145,7 +145,7 @@ class ServingEngine:
             self.on_run_end()
 
     def _all(self) -> list[SlotAnswer]:
-        """Return the answers that are being written."""
+        """Return the answers that are being written, of all slots."""
         return [slot.answer for slot in self.slots if slot.answer]
 
     def _end_cancelled(self) -> None:
@@ -198,12 +198,12 @@ class ServingEngine:
             return None
         best_slot = max(free_slots, key=lambda slot: (self._num_cached(slot, job), -slot.used))
         num_cached = self._num_cached(best_slot, job)
-        if num_cached > self._similar * len(job.prompt) and not self._loses(best_slot, num_cached):
+        if num_cached > self._similar * len(job.prompt) and not self._wastes(best_slot, num_cached):
             return best_slot
         return min(free_slots, key=lambda slot: slot.used)
 
-    def _loses(self, slot: Slot, num_cached: int) -> bool:
-        """Return whether a slot would lose more cells than the job uses, though another slot could share those."""
+    def _wastes(self, slot: Slot, num_cached: int) -> bool:
+        """Return whether a job would drop most of a slot's cells, though another slot could share the common ones."""
         pools = self.context.pools
         can_share = not pools.parts and not pools.ring_cells
         return can_share and len(pools.all.of(slot.index)) > 2 * num_cached
@@ -216,7 +216,7 @@ class ServingEngine:
         return common_prefix_length(pools.tokens[pools.all.of(slot.index)], job.prompt)
 
     def _is_being_read(self, job: generation_jobs.GenerationJob) -> bool:
-        """Return whether a slot is reading a prompt that shares more of this one than any slot has in its cells."""
+        """Return whether a slot is reading a prompt that shares more with this one than any slot has in cells."""
         num_cached = max(self._num_cached(slot, job) for slot in self.slots)
         jobs = (w.job for w in self._all() if w.reading and not w.is_paused)
         prompts = (j.prompt for j in jobs if j.adapter_scales == job.adapter_scales)
@@ -293,7 +293,7 @@ class ServingEngine:
         self.totals.output_seconds += seconds * num_written
 
     def _next_batch(self, draft_max: int) -> list[tuple[Slot, int]]:
-        """Return slots with the tokens that each runs: of answers, one and guesses; and prompts or a part of one."""
+        """Return the next run's slots and numbers of tokens: an answer's token and guesses, or a part of a prompt."""
         active_slots = [s for s in self.slots if s.answer and not s.answer.is_paused]
         writing = [(s, s.answer) for s in active_slots if s.answer and not s.answer.reading]
         num_guessed = (draft_max + 1 - len(active_slots)) // max(len(writing), 1)
@@ -350,14 +350,14 @@ class ServingEngine:
                 self._finish_answer(slot, "context")
 
     def _remove_guesses(self, slot: Slot) -> None:
-        """Remove guessed tokens that did not come; a window or a state that they overwrote is read again."""
+        """Remove wrong guesses from the KV cache; a window or a state that they overwrote is read again."""
         if (answer := slot.answer) is not None:
             self.context.remove(slot.index, len(answer.text_ids) - 1)
             if not answer.is_ended and not self.context.pools.is_complete(slot.index):
                 answer.left = answer.text_ids[self.context.reuse(slot.index, answer.text_ids) :]
 
     def _shift_context(self, slot: Slot) -> bool:
-        """Forget a part of a slot's text, so that its answer can go on; returns whether that was possible."""
+        """Forget the middle of a slot's text, so that its answer can go on; returns whether that was possible."""
         answer, context = slot.answer, self.context
         if answer is None or answer.reading or not self._use_context_shift:
             return False
@@ -372,7 +372,7 @@ class ServingEngine:
         return start_pos < end_pos
 
     def _make_room(self) -> None:
-        """Pause the answer that began last; its text is read again later. An answer that is alone ends."""
+        """Pause the answer that began last, whose text is read again later; if it is the only one, shift or end it."""
         active_slots = [slot for slot in self.slots if slot.answer and not slot.answer.is_paused]
         last_slot = max(active_slots, key=lambda slot: slot.used)
         assert last_slot.answer

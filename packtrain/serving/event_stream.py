@@ -23,7 +23,7 @@ KEEPALIVE_SECONDS = 15.0  # seconds without an event after which a comment keeps
 
 
 class ResponseFormat(Protocol):
-    """The JSON shape of a kind of answers, see llama_completion and openai_completions."""
+    """How answers of a route become JSON, streamed or whole, see llama_completion and openai_completions."""
 
     ends_with_done: bool
     has_named_events: bool  # whether the type of each event is its name, too
@@ -43,7 +43,7 @@ class ResponseFormat(Protocol):
 def make_response(
     server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat, is_stream: bool
 ) -> Response:
-    """Create the response to a request, a stream or a document. Raises InputError."""
+    """Create the response that runs jobs and sends their answers, as events or one document. Raises InputError."""
     for job in jobs:
         server.check_job(job)
     response_class = EventStreamResponse if is_stream else FullResponse
@@ -51,7 +51,7 @@ def make_response(
 
 
 class _JobResponse(Response):
-    """A response that ends when the client goes away."""
+    """A response that runs jobs, and cancels them when the client goes away or --timeout is over."""
 
     def __init__(
         self, server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat

@@ -18,10 +18,8 @@ CHUNK_START = "\n\n--- snippet ---\n\n"  # before a chunk, where no token says t
 
 
 def fill_prompt(server: Server, body: JsonBody) -> list[int]:
-    """Return a request's prompt: the end of its chunks and of its prefix, and the beginning of its suffix.
-
-    Three in four of MAX_FILL_TOKENS, or of a share of the context, are the prefix's. Raises HttpRefusal, InputError.
-    """
+    """Return the tokens of a request's prompt: the end of its chunks and prefix, and the beginning of its suffix. Three
+    in four of MAX_FILL_TOKENS, or of a share of the context, are the prefix's. Raises HttpRefusal, InputError."""
     tokenizer = server.tokenizer
     if missing := missing_tokens(tokenizer):
         raise HttpRefusal(501, f"Infill is not supported by this model: {missing}")
@@ -46,7 +44,7 @@ def missing_tokens(tokenizer: Tokenizer) -> str:
 
 
 def middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: list[int]) -> list[int]:
-    """Return the prompt of the text between `prefix`, which may begin with BOS, and `suffix`."""
+    """Return the tokens that ask for the text between `prefix`, which may begin with BOS, and `suffix`."""
     ids, num_bos = tokenizer.fill_ids, int(prefix[:1] == [tokenizer.bos])
     head = [*prefix[:num_bos], ids["fim_pre"], *prefix[num_bos:]]
     return [*head, ids["fim_suf"], *suffix, ids["fim_mid"]]
@@ -63,7 +61,7 @@ def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:
 
 
 def _chunk_ids(server: Server, body: JsonBody) -> list[int]:
-    """Return tokens of the texts in `input_extra`, which are of other files."""
+    """Return the tokens of the texts in `input_extra`, which are pieces of other files, each with its file's name."""
 
     def encode(text: str) -> list[int]:
         return server.tokenizer.encode(text, bos=False, eos=False, special=False)

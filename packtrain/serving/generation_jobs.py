@@ -11,7 +11,7 @@ CANCELLED, FAILED = "cancelled", "failed"  # besides the end reasons of `generat
 
 
 class ServerBusy(RuntimeError):
-    """No more jobs can wait."""
+    """The server cannot take one more request now; clients get status 503."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
 
 @dataclass(slots=True)
 class JobTicket:
-    """A job in the queue or in a slot. `tell` is called in the engine's thread, last with an AnswerEnd."""
+    """A job in the queue or in a slot. `tell` gets its events, in the engine's thread; the last is an AnswerEnd."""
 
     job: GenerationJob
     tell: Callable[[JobEvent], None]

@@ -45,7 +45,7 @@ STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*+"', re.S)
 
 
 class BodyReader:
-    """Reads bodies. Requests take turns per kind of route, so that quick ones need not wait for those on the engine."""
+    """Reads bodies. Requests take turns per kind of route, so that quick ones need not wait for the engine's."""
 
     def __init__(self) -> None:
         self._num_parsed_nbytes, self._semaphores = 0, dict[str, asyncio.Semaphore]()
@@ -55,7 +55,7 @@ class BodyReader:
     async def parse_body(
         self, request: Request, limits: RequestLimits, route_kind: str
     ) -> AsyncIterator[Any]:
-        """Yield a body's parsed JSON, and take a turn until the block ends. Raises HTTPException, InputError."""
+        """Yield a body's parsed JSON; the turn lasts until the block ends. Raises HTTPException, InputError."""
         body_bytes = bytearray()
         async with AsyncExitStack() as turn_stack:
             try:
@@ -161,7 +161,7 @@ SCRIPT_NAMES = "servers", "columns", "talks", "ask", "tokens", "turns"
 
 
 def page_route() -> Route:
-    """Create the route of the chat page, which may ask models at any address that its user names."""
+    """Create the route of the chat page at /, which may talk to servers at any address that its user names."""
     page_html = page_text()
     headers = {
         "Content-Security-Policy": security_policy(page_html), "X-Content-Type-Options": "nosniff",
@@ -209,7 +209,7 @@ PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key,
 
 
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
-    """Create the application. With keys, requests need one of them; with `ui` there is a page at /."""
+    """Create the HTTP application. With keys, requests need one of them; with `ui` there is a page at /."""
     body_reader = BodyReader()
     api_routes = [_make_route(server, body_reader, *route_args) for route_args in routes.ROUTES]
     return Starlette(
@@ -274,7 +274,7 @@ def _make_route(server: Server, bodies: BodyReader, path: str, method: str, hand
 
 
 async def _answer_error(request: Request, fault: Exception) -> Response:
-    """Answer a request that failed by a fault of its own or of the server."""
+    """Return the JSON error and status for an exception that a request's handler raised."""
     code, message, error_type, details = 500, "internal error", "", dict[str, int]()
     headers: Mapping[str, str] | None = None
     match fault:

@@ -25,7 +25,7 @@ BACKLOG = 128
 
 
 def bind_sockets(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Open sockets that listen at the addresses of --host, all at one port. Raises InputError."""
+    """Open listening sockets at all addresses of --host, at one port (0: a free one). Raises InputError."""
     sockets = list[socket.socket]()
     options: Any = {"backlog": BACKLOG, "idle_seconds": IDLE_SECONDS}
     for host in hosts:

@@ -79,7 +79,7 @@ class JsonBody:
         return f"{self.path(name)} {words}"
 
     def replaced(self, removed: Collection[str], fields: dict[str, Any]) -> "JsonBody":
-        """Return the object without the `removed` fields, and with other ones."""
+        """Return a copy of the object without the fields `removed`, and with `fields` in addition."""
         remaining_fields = {name: x for name, x in self._json_object.items() if name not in removed}
         return JsonBody(remaining_fields | fields)
 
@@ -124,7 +124,7 @@ class JsonBody:
         return value
 
     def refuse_unmet(self, kind: str) -> None:
-        """Raise InputError for the first of UNMET_FIELDS that asks for something."""
+        """Raise InputError for a field that has no effect here but asks for something; kind: a key of UNMET_FIELDS."""
         for field_names, advice in UNMET_FIELDS[kind].items():
             for name in field_names.split():
                 if self.get(name) not in IDLE_VALUES_BY_FIELD.get(name, IDLE_VALUES):
@@ -155,7 +155,7 @@ class JsonBody:
 
 
 def parse_sampling(body: JsonBody, defaults: Sampling, tokenizer: Tokenizer) -> Sampling:
-    """Return the server's sampling settings with those of a request. Raises InputError."""
+    """Return the server's sampling settings, `defaults`, changed by the fields of a request. Raises InputError."""
     changed = dict[str, Any]()
     for name, setting in FIELDS.items():
         if setting not in CUSTOM_SETTINGS and body.has(name):
@@ -270,7 +270,7 @@ def part_text(fields: Any, name: str) -> str:
 
 
 def adapters_of(adapter_entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
-    """Parse each adapter's scale of [{"id": 0, "scale": 0.5}]; others have 0, as in llama-server."""
+    """Return adapters' scales from [{"id": 0, "scale": 0.5}]: 0 if not listed, as in llama-server; None: `defaults`."""
     if adapter_entries is None:
         return tuple(defaults)
     if not isinstance(adapter_entries, list):

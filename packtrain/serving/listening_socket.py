@@ -1,4 +1,4 @@
-"""Sockets of the servers, and their addresses. Little is imported: a run with --watch plans the memory of its page."""
+"""Sockets of the servers, and their URLs. Little is imported: a run with --watch plans the memory of its page."""
 
 import socket
 
@@ -8,11 +8,9 @@ from packtrain.common.errors import InputError
 def bind_socket(
     host: str, port: int, flags: str, *, backlog: int, idle_seconds: float
 ) -> socket.socket:
-    """Open a socket that listens at an address and gives up clients that take nothing for `idle_seconds`.
+    """Open a socket that listens at an address, and drops clients that take nothing for `idle_seconds`.
 
-    flags  command line that asks for the address, for messages
-
-    Raises InputError.
+    flags  command line that asks for the address, for messages. Raises InputError.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -26,6 +24,6 @@ def bind_socket(
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the URL of a socket's address, without a slash at its end."""
+    """Return the URL of the address at which a socket listens, without a slash at its end."""
     host, port = sock.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

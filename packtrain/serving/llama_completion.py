@@ -26,7 +26,7 @@ TEXT_SETTINGS = {
 
 
 def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, Any]:
-    """Return a job's settings by llama-server's names; without a request's `body`, no texts of the client."""
+    """Return a job's settings by llama-server's names; without a request's `body`, as in /slots, no client's texts."""
     sampling_values, request_body = dataclasses.asdict(job.sampling), body or JsonBody({})
     biases = job.sampling.biases.items()
     settings = {name: sampling_values[field] for name, field in FIELDS.items()} | {
@@ -106,7 +106,7 @@ class LlamaCompletionFormat:
     def last(
         self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
     ) -> dict[str, Any]:
-        """Return the JSON of an answer that has ended, with its settings and counts."""
+        """Return the JSON of an answer that has ended: text, settings and counts."""
         job, token_counts = self._jobs[number], end.counts
         return {
             "index": number, "content": text, "tokens": [token.token_id for token in tokens], "id_slot": end.slot_index,
@@ -123,7 +123,7 @@ class LlamaCompletionFormat:
 
 
 def linear(token: dict[str, Any]) -> dict[str, Any]:
-    """Convert a token's entry from log-probabilities to probabilities."""
+    """Convert a token's JSON from log-probabilities to probabilities."""
     token_fields = {name: token[name] for name in ("id", "token", "bytes")}
     top = {"top_probs": [*map(linear, token["top_logprobs"])]} if "top_logprobs" in token else {}
     return token_fields | {"prob": math.exp(token["logprob"])} | top

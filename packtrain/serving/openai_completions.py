@@ -23,7 +23,7 @@ BYTES_PREFIX = "bytes:"
 class TextCompletionFormat:
     """The JSON shape of answers of /v1/completions.
 
-    verbose_format  /completion's shape, if its fields are requested, too
+    verbose_format  the shape of /completion, if the request wants those fields, too
     """
 
     id_prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
@@ -111,7 +111,7 @@ class TextCompletionFormat:
         return [token_entry(token, self._tokenizer, self._request.shown) for token in tokens]
 
     def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
-        """Return log-probabilities in the lists of /v1/completions, and by token, as in chats."""
+        """Return log-probabilities in the parallel lists of /v1/completions, and by token, as chats have them."""
         content = self._token_entries(tokens)
         names = [_name(token_entry) for token_entry in content]
         offsets = [self._text_offset(number, *entry) for entry in zip(names, content, strict=True)]
@@ -127,14 +127,14 @@ class TextCompletionFormat:
         }  # fmt: skip
 
     def _text_offset(self, number: int, name: str, token: JsonObject) -> int:
-        """Return the offset in an answer's text at which the next token begins."""
+        """Return the offset in an answer's text at which the next token, `token`, begins."""
         before = self._text_lengths[number]
         self._text_lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         is_text = not name.startswith(BYTES_PREFIX)
         return max(self._text_lengths[number] - len(name) if is_text else before, 0)
 
     def _text_start(self, number: int) -> int:
-        """Return where the tokens begin in an answer's text: before 0 where a scored prompt hides a space or BOS."""
+        """Return the offset of an answer's first token: below 0 if tokens of an echoed prompt hide a space or BOS."""
         prompt = self._request.jobs[number].prompt
         if not self._request.jobs[number].scores_prompt:
             return 0
@@ -143,7 +143,7 @@ class TextCompletionFormat:
 
 
 def _name(token: JsonObject) -> str:
-    """Return a token's text, or its bytes as OpenAI writes them where they are no text: `bytes:\\xc3`."""
+    r"""Return the text of a token's JSON, or its bytes as OpenAI writes them where they are no text: `bytes:\\xc3`."""
     piece = bytes(token["bytes"])
     try:
         return piece.decode()
@@ -205,7 +205,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         return [self._delta(number, delta, None, text_delta.tokens) | self._timed(text_delta)]
 
     def _next_text(self, number: int, content: str) -> str:
-        """Return new content that can be sent: text that may become a tool call, or stand before words, waits."""
+        """Add content; returns what can be sent now: text that may become a call, or is `words_prefix`, waits."""
         previous_text, text_filter = self._texts[number], self._shown[number]
         text = self._texts[number] = previous_text + content
         if self._leading.startswith(text):

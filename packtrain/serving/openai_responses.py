@@ -29,7 +29,7 @@ ITEM_IDS = {THOUGHT: "rs", TEXT: "msg", CALL: "fc"}
 
 
 def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
-    """Return a request of /v1/responses as one of /v1/chat/completions. Raises InputError, HttpRefusal."""
+    """Convert a request of /v1/responses into one of /v1/chat/completions. Raises InputError, HttpRefusal."""
     body.refuse_unmet("responses")
     text = JsonBody(body.get_object("text"), "text")
     text.refuse_unmet("any")
@@ -58,7 +58,7 @@ def listed_tools(body: JsonBody) -> list[Any]:
 
 
 def chat_tool(value: Any, field_path: str) -> JsonObject:
-    """Return a function tool in the shape of chats. Raises InputError for tools that run at OpenAI."""
+    """Convert a function tool into the shape of chats. Raises InputError for tools that run at OpenAI."""
     tool = JsonBody(value, field_path)
     if tool.text("type") != "function":
         fact = f"is {tool.text('type')!r}; it must be function: no other tools run here"
@@ -69,7 +69,7 @@ def chat_tool(value: Any, field_path: str) -> JsonObject:
 
 
 def input_messages(body: JsonBody) -> list[JsonObject]:
-    """Return the messages of `input`, a text or items; thoughts and calls before an answer become parts of it."""
+    """Convert `input`, a text or items, into messages of a chat; thoughts and calls become parts of an answer."""
     if isinstance(body.get("input"), str):
         return [{"role": "user", "content": body.get("input")}]
     messages = list[JsonObject]()
@@ -96,7 +96,7 @@ def input_messages(body: JsonBody) -> list[JsonObject]:
 
 
 def add_message(messages: list[JsonObject], role: str, parts: JsonObject) -> None:
-    """Add a message, or what an assistant's message does not have yet: thoughts, words and calls are items."""
+    """Append a message; thoughts, words and calls of one answer, which are separate items, join in one message."""
     last = messages[-1] if messages else {}
     if role != "assistant" or last.get("role") != role:
         messages.append({"role": role, "content": None, **parts})
@@ -258,12 +258,12 @@ def part_of(kind: str, text: str) -> JsonObject:
 
 
 def logprobs_of(kind: str) -> JsonObject:
-    """Return the field of a text's events that the official client requires."""
+    """Return the field `logprobs`, empty, which the official client requires in events of text; {} for others."""
     return {"logprobs": []} if kind == TEXT else {}
 
 
 def item_of(kind: str, content: Any, item_id: str, status: str) -> JsonObject:
-    """Return an item of `output` with its text, or with its call in the shape of chats; one in progress is empty."""
+    """Return an item of `output`, empty while in progress; content: its text, or its call in the shape of chats."""
     is_done = status != "in_progress"
     if kind == CALL:
         function = content["function"]

@@ -7,13 +7,13 @@ MARKS = THINK_OPEN, CLOSE
 
 
 def thinking_marks(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
-    """Return the marks around thoughts: <think>, or the template's own, as Gemma 4's channel; None: no thoughts."""
+    """Return the texts around thoughts: <think> and </think>, or the template's own; None if there are no thoughts."""
     open_mark, closed = template_marks[0].strip(), template_marks[1].strip()
     return MARKS if CLOSE in template else (open_mark, closed) if open_mark and closed else None
 
 
 def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] = MARKS) -> bool:
-    """Return whether the text before an answer, the prompt or a partial answer, ends within thoughts."""
+    """Return whether an answer begins within thoughts, as the text before it, a prompt or partial answer, shows."""
     if partial_answer is not None:
         return partial_answer.rfind(marks[0]) > partial_answer.rfind(marks[1])
     return prompt.rstrip().endswith(marks[0])
@@ -67,7 +67,7 @@ class ReasoningSplitter:
 
 
 def _uncertain_start(text: str, close_mark: str) -> int:
-    """Return the index from which on a text may be the end of thoughts: space, or a prefix of the closing mark."""
+    """Return where a text may begin to be the end of thoughts: with space, or a prefix of the closing mark."""
     end_lengths = (n for n in range(len(close_mark) - 1, 0, -1) if text.endswith(close_mark[:n]))
     return len(text[: len(text) - next(end_lengths, 0)].rstrip())
 

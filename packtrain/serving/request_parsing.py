@@ -24,7 +24,7 @@ MOST_TOLD = 1 << 15  # most probabilities in all answers of a request
 def parse_job(
     server: Server, body: JsonBody, prompt_ids: list[int], grammar: Grammar | None
 ) -> GenerationJob:
-    """Parse a request into the job of an answer, without probabilities. Raises InputError."""
+    """Parse a request's settings into the job of an answer to `prompt_ids`, yet without logprobs. Raises InputError."""
     body.refuse_unmet("any")
     count = -1
     for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
@@ -52,7 +52,7 @@ def parse_job(
 
 
 def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int) -> GenerationJob:
-    """Return the job with `shown` probabilities per token; MOST_TOLD limits the tokens of a job without a limit.
+    """Return a job that reports the `shown` likeliest tokens with each token; MOST_TOLD limits those of all answers.
 
     Raises InputError if these are too many to keep.
     """
@@ -77,7 +77,7 @@ def seeded_jobs(job: GenerationJob, count: int) -> list[GenerationJob]:
 
 
 def parse_grammar(server: Server, body: JsonBody) -> Grammar | None:
-    """Return the grammar of a request's grammar, json_schema or response_format; None: none. Raises InputError."""
+    """Return the grammar of a request's grammar, json_schema or response_format, or None. Raises InputError."""
     grammar_text, schema_text = body.text("grammar", "", MAX_GRAMMAR_CHARS), schema_of(body)
     if grammar_text and schema_text:
         raise InputError("grammar and json_schema exclude each other")
@@ -153,7 +153,7 @@ class OpenAIRequest:
     starts_thinking  whether answers begin within thoughts; None: thoughts are not separated
     think_marks      texts before and behind thoughts
     words_prefix     text that may stand before an answer's words, see ToolCallStyle
-    has_usage        whether a stream separators with the counts of tokens
+    has_usage        whether a stream ends with the counts of tokens
     has_timings      whether each event of a stream has the counts so far
     """
 
@@ -170,12 +170,12 @@ class OpenAIRequest:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Keywords of tools' schemas to which answers are not held."""
+        """Messages for the client: keywords of tools' schemas that the grammar does not enforce."""
         return self.tools.warnings if self.tools else ()
 
 
 def parse_stream_counts(body: JsonBody) -> dict[str, Any]:
-    """Return which counts a stream has, as fields of OpenAIRequest. Raises InputError."""
+    """Return the fields of OpenAIRequest that say which token counts a stream reports. Raises InputError."""
     name = "stream_options"
     has_usage = body.has(name) and JsonBody(body.get(name), name).get_flag("include_usage")
     return {"has_usage": has_usage, "has_timings": body.get_flag("timings_per_token")}
@@ -214,7 +214,7 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 def suffix_prompts(
     tokenizer: Tokenizer, prompts: Sequence[list[int]], suffix: str, is_echoed: bool
 ) -> list[list[int]]:
-    """Return prompts of the texts between `prompts` and `suffix`. Raises InputError."""
+    """Return prompts, as tokens, for the texts between each of `prompts` and `suffix`. Raises InputError."""
     if missing := fill_in_middle.missing_tokens(tokenizer):
         raise InputError(f"suffix is not supported by this model: {missing}")
     if is_echoed:
@@ -258,7 +258,7 @@ def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 
 
 def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversation) -> bool | None:
-    """Return whether an answer begins within thoughts; None: thoughts are not separated. Raises InputError."""
+    """Return whether answers begin within thoughts; None: thoughts are not separated from text. Raises InputError."""
     reasoning_format = body.text("reasoning_format", server.reasoning_format)
     if reasoning_format not in FORMATS:
         fact = f"reasoning_format is {reasoning_format!r}; it must be one of {', '.join(FORMATS)}"
@@ -317,7 +317,7 @@ def template_variables(body: JsonBody) -> dict[str, Any]:
 def prompt_text(
     server: Server, body: JsonBody, conversation: Conversation, tools: RequestTools | None = None
 ) -> str:
-    """Render the prompt of a conversation, which continues a partial answer at its end. Raises InputError."""
+    """Render the prompt of a conversation; an assistant's message at its end is continued. Raises InputError."""
     messages = conversation.messages
     partial_answer: Message | None = messages[-1] if messages[-1]["role"] == "assistant" else None
     prompt = replace(conversation, messages=messages[:-1] if partial_answer else messages)

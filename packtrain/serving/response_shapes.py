@@ -18,7 +18,7 @@ def finish(end: AnswerEnd) -> str:
 
 
 def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
-    """Sum the tokens of a request with `answers` answers to each prompt; prompts count once."""
+    """Return OpenAI's `usage`, the token counts of a request; each prompt has `answers` answers, and counts once."""
     prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.output_tokens for c in counts)
     prompt_starts = range(0, len(counts), answers)
     cached_tokens = sum(min(c.cached for c in counts[at : at + answers]) for at in prompt_starts)
@@ -45,7 +45,7 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
 
 
 def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]:
-    """Return the progress in a prompt, by llama-server's names, with its times if a request wants them."""
+    """Return how much of a prompt has been read, by llama-server's names, and times if `has_timings`."""
     progress_values = {
         "total": update.total_tokens, "cache": update.cached, "processed": update.read,
         "time_ms": int(1e3 * update.seconds),
@@ -71,7 +71,7 @@ def token_entry(
 
 
 class HttpRefusal(RuntimeError):
-    """A request that cannot be served, with its status."""
+    """A request that cannot be served; `code`: its HTTP status."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ def missing_flag(feature: str, flag: str) -> HttpRefusal:
 
 
 def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
-    """Return the JSON body of an error."""
+    """Return the JSON body of an error, in the shape of OpenAI and llama-server."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
     # "type" beside "error" is Anthropic's
     error = {"code": code, "message": message, "type": error_type} | details

@@ -55,7 +55,7 @@ def completion(server: Server, body: JsonBody, request: Request) -> Response:
 
 
 def infill(server: Server, body: JsonBody, request: Request) -> Response:
-    """Write what stands between a prefix and a suffix, in /completion's shape."""
+    """Answer /infill: the text between a prefix and a suffix, in /completion's shape."""
     return completion(server, body.replaced((), {"prompt": fill_prompt(server, body)}), request)
 
 
@@ -70,7 +70,7 @@ def chat_completion(server: Server, body: JsonBody, request: Request) -> Respons
 
 
 def messages(server: Server, body: JsonBody, request: Request) -> Response:
-    """Answer in Anthropic's shape."""
+    """Answer /v1/messages, a chat in Anthropic's shape."""
     chat_request = request_parsing.parse_chat_completion(server, anthropic_messages.chat_body(body))
     names = server.name, server.tokenizer
     has_budget = JsonBody(body.get_object("thinking")).has("budget_tokens")
@@ -85,7 +85,7 @@ def count_message_tokens(server: Server, body: JsonBody, request: Request) -> An
 
 
 def responses(server: Server, body: JsonBody, request: Request) -> Response:
-    """Answer in the shape of OpenAI's Responses."""
+    """Answer /v1/responses, a chat in the shape of OpenAI's Responses."""
     chat = openai_responses.chat_body(body, server.stored_responses)
     chat_request = request_parsing.parse_chat_completion(server, chat)
     names = server.name, server.tokenizer
@@ -98,7 +98,7 @@ def responses(server: Server, body: JsonBody, request: Request) -> Response:
 def openai_response(
     server: Server, body: JsonBody, openai_request: OpenAIRequest, format_class: type[TextCompletionFormat]
 ) -> Response:  # fmt: skip
-    """Answer in OpenAI's shape, with the fields of /completion if the request wants them, too."""
+    """Return an answer in OpenAI's shape, with the fields of /completion if the request wants them, too."""
     jobs, names, verbose = openai_request.jobs, (server.name, server.tokenizer), None
     if body.get_flag("verbose", server.is_verbose):
         verbose = LlamaCompletionFormat(body, jobs, *names)
@@ -181,7 +181,7 @@ def get_model(server: Server, request: Request) -> Any:
 
 
 def describe_model(server: Server) -> dict[str, Any]:
-    """Describe the model for lists of models."""
+    """Return the JSON that describes the model in lists of models."""
     config, gguf = server.model.config, server.model.gguf
     model_meta = {
         "vocab_type": VOCAB_TYPES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0), "n_vocab": config.vocab_size,
@@ -196,7 +196,7 @@ def describe_model(server: Server) -> dict[str, Any]:
 
 
 def weight_type(server: Server) -> str:
-    """Return the type that the file says it is written in, such as Q4_K_M, else that of most of its weights."""
+    """Return the type that the file names, such as Q4_K_M, else the element type of most of its weights."""
     gguf, sizes = server.model.gguf, Counter[str]()
     for tensor_entry in gguf.entries.values():
         sizes[str(tensor_entry.dtype).upper()] += math.prod(tensor_entry.shape)
@@ -241,7 +241,7 @@ def get_slots(server: Server, request: Request) -> Any:
 
 
 def slot_activity(slot_answer: SlotAnswer) -> dict[str, Any]:
-    """Describe what a slot does, without any text."""
+    """Return the fields of /slots for a busy slot: counts and settings, but no text."""
     job, num_written = slot_answer.job, len(slot_answer.output_ids)
     left = -1 if job.max_tokens < 0 else job.max_tokens - num_written
     num_prompt_tokens = len(job.prompt)
@@ -300,7 +300,7 @@ def set_adapters(server: Server, adapter_entries: Any, request: Request) -> Any:
 
 
 def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
-    """Save a slot to a file, restore it, or erase it."""
+    """Save a slot to a file, restore it, or erase it; returns counts of tokens and bytes, as llama-server."""
     try:
         slot_index = int(request.path_params["id"])
     except ValueError:

@@ -114,7 +114,7 @@ class RunsPageServer:
             self._num_waiting -= 1
 
     async def _plan(self, request: Request) -> Response:
-        """Answer the picture of a run's plan; its policy allows only its own script."""
+        """Answer with the page of a run's plan, whose Content-Security-Policy allows only its own script."""
         run = self.board.runs.get(request.query_params.get("run", ""))
         plan_path = run and run.folder / PLAN_FILE
         if not plan_path or not plan_path.is_file():
@@ -127,7 +127,7 @@ class RunsPageServer:
     # ---- running
 
     def start(self) -> None:
-        """Serve in a thread; returns once the server has answered each kind of request."""
+        """Serve in a thread; returns once each kind of request was answered, and so has its memory."""
         args = ([self._socket],)
         self._thread = threading.Thread(target=self._server.run, args=args, daemon=True)
         self._thread.start()
@@ -135,7 +135,7 @@ class RunsPageServer:
             self._request_page(path)
 
     def _request_page(self, path: str) -> None:
-        """Request a path of the page, so that the memory of its answers is taken now."""
+        """Request a path of the page, so that the memory of its answer is allocated before training plans its own."""
         host, port = self._socket.getsockname()[:2]
         host = {"0.0.0.0": LOOPBACK_HOST, "::": "::1"}.get(host, host)
         with (

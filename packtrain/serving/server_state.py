@@ -51,7 +51,7 @@ class StoredResponses:
                 self._nbytes -= len(self._conversations.popitem(last=False)[1])
 
     def messages(self, response_id: str) -> list[JsonObject]:
-        """Return a conversation. Raises HttpRefusal if it is not stored, or no longer."""
+        """Return the messages of a conversation. Raises HttpRefusal if it is not stored, or no longer."""
         with self._lock:
             encoded = self._conversations.get(response_id)
         if encoded is None:
@@ -201,7 +201,7 @@ class Server:
     # ---- jobs
 
     def keep(self, resource: T, resource_size: int, resource_kind: str = "grammars") -> T:
-        """Count a request's resource while it is in use, and return it. Raises ServerBusy if all are too large."""
+        """Return a request's resource, and count its size until it is freed. Raises ServerBusy beyond the limit."""
         with self._resource_lock:
             if self._resource_sizes[resource_kind] + resource_size > RESOURCE_LIMITS[resource_kind]:
                 raise ServerBusy(f"too many large {resource_kind} are in use; try again later")
@@ -226,7 +226,7 @@ class Server:
             raise InputError(fact)
 
     def embed(self, texts: Sequence[Sequence[int]], norm: int = 2) -> list[np.ndarray]:
-        """Return the embedding of each text, see `normalize_vector`; with pooling none its tokens', as they are.
+        """Return the vector (C,) of each text, normalized by `norm`; with pooling none its tokens' (T, C), as they are.
 
         Raises HttpRefusal, InputError.
         """
@@ -248,7 +248,7 @@ class Server:
         return [vector if vector.ndim > 1 else normalize_vector(vector, norm) for vector in vectors]
 
     def _embed_batch(self, embedder: Context, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return the vectors of texts that are read together, in the engine's thread, and count their tokens."""
+        """Return the vectors of texts that one batch reads, in the engine's thread, and count their tokens."""
         start_time = time.perf_counter()
         vectors = [*embed_texts(embedder, texts, self.pooling)]
         self.engine.totals.read += sum(map(len, texts))
@@ -291,7 +291,7 @@ class Server:
         return self._call_idle(number, erase)
 
     def _call_idle(self, number: int, function: Callable[[Context], int]) -> int:
-        """Call a function in the engine's thread while a slot is idle. Raises HttpRefusal if it is not."""
+        """Return what a function returns in the engine's thread while a slot is idle. Raises HttpRefusal if not."""
 
         def call() -> int:
             if self.engine.slots[number].answer:
@@ -305,13 +305,11 @@ class Server:
     async def job_events(
         self, jobs: Sequence[GenerationJob], quiet_seconds: float | None = None
     ) -> AsyncGenerator[list[tuple[int, JobEvent]]]:
-        """Yield lists of the engine's events so far, each with the number of its job; a job's last is AnswerEnd.
+        """Yield lists of pairs (index of a job, event) as the engine reports them; a job's last event is an AnswerEnd.
 
         quiet_seconds  interval of additional empty lists; None: none come
-
-        The first list is empty and says that all jobs were taken; ServerBusy is raised before it.
-
-        Closing the generator cancels the jobs. Raises ServerBusy, InputError.
+        The first list is empty and says that all jobs were taken; ServerBusy is raised before it. Closing the generator
+        cancels the jobs. Raises ServerBusy, InputError.
         """
         for job in jobs:
             self.check_job(job)
@@ -336,11 +334,11 @@ class Server:
                 ticket.cancel()
 
     def _add_event(self, loop: Loop, queue: EventQueue, job_index: int, event: JobEvent) -> None:
-        """Collect an event in the engine's thread, which wakes a request's loop only once a run."""
+        """Collect an event, in the engine's thread; `_deliver_events` wakes the requests' loops once a run."""
         self._pending_events.setdefault(loop, []).append((queue, (job_index, event)))
 
     def _deliver_events(self) -> None:
-        """Hand the events of a run to the loops of their requests."""
+        """Hand the events that a run collected to the event loops of their requests."""
         pending_events, self._pending_events = self._pending_events, {}
         for loop, loop_events in pending_events.items():
             with suppress(RuntimeError):  # the loop is closed: nobody listens
@@ -349,7 +347,7 @@ class Server:
 
 @contextmanager
 def _file_errors(path: Path, verb: str) -> Iterator[None]:
-    """Turn errors of a slot's file into InputError without the file's folder."""
+    """Within the block, turn errors of a slot's file into InputError, which does not tell clients its folder."""
     try:
         yield
     except FileNotFoundError:
@@ -367,7 +365,7 @@ def _put_events(loop_events: Sequence[tuple[EventQueue, QueueItem]]) -> None:
 
 
 async def _send_ticks(queue: EventQueue, seconds: float | None) -> None:
-    """Put None into the queue every `seconds`; None: never."""
+    """Put None into the queue every `seconds` (None: never), so that a quiet stream can be kept open."""
     while seconds is not None:
         await asyncio.sleep(seconds)
         queue.put_nowait(None)

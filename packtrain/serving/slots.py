@@ -33,7 +33,7 @@ class Slot:
     drafter: Drafter | None = None
 
     def propose_guess(self, max_tokens: int) -> None:
-        """Let the drafter guess at most `max_tokens` tokens of an answer that is being written."""
+        """Set the answer's `guess`, which the next run checks, to at most `max_tokens` tokens from the drafter."""
         if self.answer is not None and self.drafter is not None:
             job, num_outputs = self.answer.job, len(self.answer.output_ids)
             max_left = max_tokens if job.max_tokens < 0 else job.max_tokens - num_outputs - 1
@@ -43,7 +43,7 @@ class Slot:
 
 
 class SlotAnswer:
-    """The answer to a ticket, as its tokens come.
+    """The answer to a ticket, token by token.
 
     left             tokens still to read: of the prompt, then the last token written
     output_ids       tokens written
@@ -86,13 +86,13 @@ class SlotAnswer:
         return self.job.scores_prompt and not self.output_ids
 
     def wanted_rows(self, num_tokens: int) -> range:
-        """Return which of the next `num_tokens` rows have results that this answer needs."""
+        """Return which of the next `num_tokens` tokens need results: the last one of `left`, with guesses all."""
         if self.guess:
             return range(num_tokens)
         return range(num_tokens - (num_tokens == len(self.left)), num_tokens)
 
     def take(self, num_tokens: int) -> int:
-        """Drop tokens that were read from `left`; returns how many of them belong to the prompt and are new."""
+        """Drop tokens that a run read from `left`; returns how many of the prompt were read for the first time."""
         num_read = self.num_read
         self.left = self.left[num_tokens:]
         if not self.output_ids:
@@ -100,7 +100,7 @@ class SlotAnswer:
         return self.num_read - num_read
 
     def score_prompt(self, logit_rows: Iterable[np.ndarray]) -> None:
-        """Keep the probabilities of prompt tokens from the logits (V,) before them. Raises InputError."""
+        """Record log-probabilities of prompt tokens, from the logits (V,) after each token read. Raises InputError."""
         start, prompt = len(self.text_ids) - len(self.left), self.job.prompt
         for position, logits in enumerate(logit_rows, start + 1):
             if position == len(self._prompt_tokens) < len(prompt):
@@ -109,7 +109,7 @@ class SlotAnswer:
                 self._prompt_tokens.append(scored_token)
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
-        """Forget the middle of the text; returns its bounds. The text's last token is not in the KV cache yet."""
+        """Take the middle out of the text when the context is full; returns its bounds, as positions in the cache."""
         job, num_cached = self.job, len(self.text_ids) - 1
         num_keep = len(job.prompt) if job.num_keep < 0 else job.num_keep + has_bos
         num_keep = min(num_keep, num_cached - 1)
@@ -119,7 +119,7 @@ class SlotAnswer:
         return num_keep, num_keep + num_forgotten
 
     def choose_tokens(self, row_results: Sequence[SamplerInput]) -> None:
-        """Choose the next token, and more as long as they are those that were guessed. Raises InputError."""
+        """Choose the next token, and go on while it equals the next guess. Raises InputError."""
         guess, self.guess = self.guess, []
         self.num_drafted += len(guess)
         for row_result, guessed_token in zip_longest(row_results[-1 - len(guess) :], guess):
@@ -141,7 +141,7 @@ class SlotAnswer:
             self.finish("end")
             return
         remaining_candidates = (
-            self.chain.left(candidates)
+            self.chain.remaining_candidates(candidates)
             if self.job.is_post_sampling and isinstance(candidates, np.ndarray)
             else None
         )

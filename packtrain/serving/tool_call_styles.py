@@ -61,7 +61,7 @@ class ToolCallStyle:
     words_prefix: str = ""
 
     def value_separator(self, kind: str) -> str:
-        """Return the text between key and value, for a value of this type of JSON Schema."""
+        """Return the text between an argument's key and its value, of this type of JSON Schema."""
         assert self.pair is not None
         kind = kind if kind != "number" else "integer"
         return dict(self.typed_separators).get(kind, self.pair[1])
@@ -77,7 +77,7 @@ class ToolCallStyle:
         return re.sub(f"[{ID_MARK}{COUNT}]", "1", f"{self.opening}{call}{self.closing}").strip()
 
     def call_openings(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the texts with which a call in an answer begins."""
+        """Return the texts with which a call can begin in an answer; names: of the functions."""
         if self.opening.strip():
             return (re.split(f"[{ID_MARK}{COUNT}]", self.opening)[0].strip(),)
         if self.middle is None:
@@ -86,7 +86,7 @@ class ToolCallStyle:
         return tuple(f"{name}{self.middle}{brace}" for name in names)
 
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
-        """Split an answer into words and the calls (name, arguments) after them, up to a call that cannot be read."""
+        """Split an answer into its words and the calls (name, arguments) behind them, up to one that cannot be read."""
         text = text.removeprefix(self.words_prefix)
         opening_match = self._opening_pattern(names).search(text)
         if opening_match and self.middle is not None and not self.opening.strip():
@@ -111,7 +111,7 @@ class ToolCallStyle:
         )
 
     def _earlier_call(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
-        """Find a call without an opening mark that ends where the call at `at` begins, behind words of the answer."""
+        """Find a call without an opening mark, behind words of the answer, that ends where the call at `at` begins."""
         name_pattern = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
         for match in name_pattern.finditer(text, 0, at):
             earlier_calls, end_pos = self._read_calls(text, match.start(), names)
@@ -138,7 +138,7 @@ class ToolCallStyle:
     def _read_calls(
         self, text: str, at: int, names: Collection[str]
     ) -> tuple[list[tuple[str, Any]], int]:
-        """Read the calls of the document at `at`, [] if it cannot be read; returns them and the document's end."""
+        """Parse the calls of the document at `at`, [] if it cannot be read; returns them and the document's end."""
         if self.middle is not None:
             named_call = self._read_named_call(text, at, names)
             return ([], at) if named_call is None else ([named_call[:2]], named_call[2])
@@ -149,7 +149,7 @@ class ToolCallStyle:
         return [(call[self.name], call.get(self.arguments, {})) for call in calls], end_pos
 
     def _read_named_call(self, text: str, at: int, names: Collection[str]) -> ParsedCall | None:
-        """Read the call at `at` whose name stands before its arguments; None if there is none."""
+        """Parse the call at `at` whose name stands before its arguments, with its end; None if there is none."""
         if self.python:
             call_match = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(
                 text, at
@@ -195,7 +195,7 @@ EXAMPLE_VALUES = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a":
 
 
 def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle:
-    """Return the style that a chat template writes, or teaches if it writes no calls; else Hermes's."""
+    """Return the style of tool calls that a chat template writes, or teaches if it writes none; else Hermes's."""
     written_style = _rendered_style(renderer) if renderer.takes_calls else None
     if written_style is not None:
         return written_style
@@ -209,7 +209,7 @@ def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle
 
 
 def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
-    """Derive the style from replies rendered with one call and with two; None if they show no known style."""
+    """Derive a template's style of tool calls from replies rendered with one call and with two; None if unknown."""
     try:
         words_prefix = _render_reply(renderer, {"content": PROBE_WORDS}).partition(PROBE_WORDS)[0]
         one_call = _render_reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0)]})
@@ -231,7 +231,7 @@ def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
 
 
 def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[str, str], ...]:
-    """Return the text between a key and a value for each kind of value for which the text differs."""
+    """Return the text between an argument's key and value for kinds of values where it differs from that of strings."""
     assert style.pair is not None
     separators, (_, default_separator, after_value) = [], style.pair
     for kind, value in EXAMPLE_VALUES.items():
@@ -253,7 +253,7 @@ def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[
 
 
 def _render_reply(renderer: ConversationRenderer, message: dict[str, Any]) -> str:
-    """Render an answer, and return its text without the token that ends it."""
+    """Render an assistant's message by the template, and return its text without the token that ends it."""
     user_message = {"role": "user", "content": "a"}
     about = {"name": NAME, "description": "b", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": about}] if renderer.takes_tools else None
@@ -269,7 +269,7 @@ def _call(name: str, call_index: int) -> CallObject:
 
 
 def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
-    """Derive a style with name and arguments in one object, or in a list of objects; None if it is not that."""
+    """Derive a style of calls that are objects with name and arguments, or lists of them, from replies; None if not."""
     for start in (match.start() for match in re.finditer(r"[{\[]", one_call)):
         document, end = read_document(one_call, start)
         call_object = document[0] if isinstance(document, list) and document else document
@@ -287,14 +287,14 @@ def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _value_kind(value: Any) -> str:
-    """Say whether a probe's value is its `name` or its `arguments`; "" for others."""
+    """Return "name" or "arguments" if a value in a parsed call is the probe's name or PROBE_ARGUMENTS, else ""."""
     if value == NAME:
         return "name"
     return "arguments" if value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS else ""
 
 
 def _call_separator(two_calls: str, opening: str, closing: str) -> str:
-    """Return the text between two calls; "" if there is none."""
+    """Return the text between two calls that are objects, in the reply `two_calls`; "" if there is none."""
     value_start = two_calls.find(PROBE_VALUES[1])
     end_offsets = [
         match.end()
@@ -311,7 +311,7 @@ def _call_separator(two_calls: str, opening: str, closing: str) -> str:
 
 
 def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
-    """Derive a style with arguments after the name, as an object or one by one; None if it is not that."""
+    """Derive a style of calls with arguments behind the name, as an object or one by one, from replies; None if not."""
     opening, _, rest = one_call.partition(NAME)
     if not rest or NAME in rest:
         return None
@@ -351,14 +351,14 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _match_python_call(rest: str) -> re.Match[str] | None:
-    """Match the probe's arguments as keywords of a call in Python."""
+    """Match PROBE_ARGUMENTS, rendered behind a call's name, as keywords of Python; group `quote`: around strings."""
     (first_key, x), (b, y) = PROBE_ARGUMENTS.items()
     quote = r"(?P<quote>['\"])"
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
 def _match_bare_object(rest: str) -> re.Match[str] | None:
-    """Match the probe's arguments as an object with bare keys, in either order."""
+    """Find PROBE_ARGUMENTS, rendered as an object with unquoted keys in any order; group `quote`: around strings."""
     probe_pairs = [*PROBE_ARGUMENTS.items()]
     for (first_key, x), (b, y) in (probe_pairs, probe_pairs[::-1]):
         quote_pattern = r"(?P<quote>[^\w{}]+?)"
@@ -369,7 +369,7 @@ def _match_bare_object(rest: str) -> re.Match[str] | None:
 
 
 def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
-    """Return the text between a call's arguments, which end with `arguments_end`, and the next name."""
+    """Return the text between the first call's arguments, which end with `arguments_end`, and the next name."""
     _, last_value, text_after_value = two_calls.partition(PROBE_VALUES[1])
     call_gap, probe_last, _ = text_after_value.partition(PROBE_LAST)
     at = call_gap.find(arguments_end)
@@ -377,11 +377,11 @@ def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """Return a pattern of a text with any white space between its words, and around it."""
+    """Return a regular expression of a text with any white space between its words, and around them."""
     word_patterns = ("".join(WILD.get(c) or re.escape(c) for c in word) for word in text.split())
     return r"\s*".join(["", *word_patterns, ""]) if text.strip() else r"\s*"
 
 
 def _any(names: Collection[str]) -> str:
-    """Return a pattern of any of the names, the longest first."""
+    """Return a regular expression of any of the names, the longest first."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

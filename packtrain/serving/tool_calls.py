@@ -82,9 +82,10 @@ class RequestTools:
         return [function["name"] for function in self.functions]
 
     def grammar(self, tokenizer: Tokenizer, otherwise: str = "") -> Grammar:
-        """Create the grammar of calls that fit the functions' parameters: from the first token on, or once one begins.
+        """Create the grammar of calls whose arguments fit the functions' parameters. Raises InputError.
 
-        otherwise  schema of a document that an answer is where it need not call. Raises InputError.
+        otherwise  JSON schema of answers that call nothing; without one, a grammar for choice auto is lazy: any text
+                   may come before a call
         """
         is_free = self.choice == "auto"
         chosen = [f for f in self.functions if is_free or self.choice in ("required", f["name"])]
@@ -122,7 +123,7 @@ class RequestTools:
         return Grammar(tokenizer, builder.build_grammar(start_rule, otherwise), **triggers)
 
     def _call_rule(self, builder: ToolCallRules, chosen: Sequence[Call]) -> str:
-        """Return the rule of one call of these functions."""
+        """Return the grammar's rule that reads one call of any of these functions."""
         style = self.style
         if style.middle is None:
             return builder.document(self._calls_schema(chosen))
@@ -132,7 +133,7 @@ class RequestTools:
         )
 
     def _arguments_rule(self, builder: ToolCallRules, function: Call) -> str:
-        """Return the rule of the arguments behind a name: an object, or its parts one by one."""
+        """Return the rule that reads a function's arguments behind its name: as an object, or one by one."""
         schema = function["parameters"] or {"type": "object"}
         if self.style.quote:
             return builder.bare_object_rule(self.style.quote)
@@ -157,7 +158,7 @@ class RequestTools:
         return " ".join(argument_rules)
 
     def _keywords_rule(self, builder: ToolCallRules, schema: Call) -> str:
-        """Return the rule of arguments as keywords of Python, in the order of the schema."""
+        """Return the rule that reads arguments as keywords of Python, in the order of the schema."""
         quote, argument_rules = self.style.python, []
         shared_definitions = _definitions(schema)
         for key, property_schema in schema.get("properties", {}).items():
@@ -189,13 +190,13 @@ class RequestTools:
 
     @property
     def stream_openings(self) -> tuple[str, ...]:
-        """Texts with which a call begins, also with a separator between words and the call before them."""
+        """Texts at which a stream waits, as a call may begin: `call_openings`, also with a separator before them."""
         openings, style = self.call_openings, self.style
         separator = "" if style.opening.strip() or style.middle is None else style.separator.strip()
         return (*openings, *(f"{separator}{text}" for text in openings)) if separator else openings
 
     def has_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Return whether control tokens are part of calls: the text of an answer must then show them."""
+        """Return whether control tokens are part of calls, so that the text of an answer must contain them."""
         builder, style = ToolCallRules(tokenizer, WILD), self.style
         texts = [style.opening, style.separator, style.closing, style.middle or ""]
         texts += style.pair or ()
@@ -212,12 +213,12 @@ def _is_free_text(schema: Call) -> bool:
 
 
 def _definitions(schema: Call) -> Call:
-    """Return what references in a schema's properties may point to."""
+    """Return the `$defs` and `definitions` of a schema, to which references in its properties may point."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _allowed_functions(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call, ...]]:
-    """Return the mode of allowed_tools, and the functions that it lists. Raises InputError."""
+    """Return mode and listed functions of a tool_choice of type allowed_tools. Raises InputError."""
     options = JsonBody(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
     allowed = [_named(item, "tool_choice.tools") for item in options.get_list("tools", MAX_TOOLS)]
     if not allowed:
@@ -234,7 +235,7 @@ def _named(choice: Any, field_path: str) -> str:
 
 
 def with_tools_prompt(conversation: Conversation, style: ToolCallStyle) -> Conversation:
-    """Return the conversation with its tools as a system message, where the template has no place for them."""
+    """Return a conversation with its tools in a system message, for templates that have no place for them."""
     functions = (tool["function"] for tool in conversation.tools or ())
     lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
     words, messages = EXPLAINED.format(tools=lines, example=style.example()), conversation.messages

@@ -13,7 +13,7 @@ from packtrain.training.checkpoints import TrainingCheckpoint
 
 
 def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
-    """Map the part of each weight that this rank updates to the weight and the part's first element; {} if unshared."""
+    """Return the parts of weights that this rank updates (ZeRO): {part's name: (weight's name, first element)}."""
     rank_share = plans.shape.moment_share
     if rank_share is None:
         return {}
@@ -24,10 +24,10 @@ def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
     }
 
 
-def restored(
+def restore(
     session: Session, plans: TrainingPlans, checkpoint: TrainingCheckpoint, moments: bool = True
 ) -> None:
-    """Set the leaves of a session to the values of a checkpoint; without `moments`, moments begin at zero."""
+    """Set weights and optimizer moments, or this rank's parts of them, from a checkpoint; or zero moments."""
     for name, leaf in plans.checkpoint_tensors.items():
         if leaf.role == "moment" and not moments:
             session.fill(name, lambda array: array.fill(0))
@@ -56,7 +56,8 @@ class LazyArrays(Mapping[str, np.ndarray]):
 
 
 class GatheredArrays(LazyArrays):
-    """Leaves of all ranks by name, for rank 0; the others run `serve_shards`. Reading one ends the previous array."""
+    """Weights and moments by name on rank 0, each moment joined from all ranks on access, while the other ranks run
+    `serve_shards`. An array is valid until the next one is read."""
 
     def __init__(self, session: Session, plans: TrainingPlans, rank_share: RankShare) -> None:
         super().__init__(session.view, map(unsplit_name, plans.checkpoint_tensors))
@@ -72,16 +73,16 @@ class GatheredArrays(LazyArrays):
         return self._gather(name)
 
     def serve_shards(self) -> None:
-        """Send this rank's part of each leaf that rank 0 reads, until rank 0 calls `finish`."""
+        """On other ranks: send this rank's part of each moment that rank 0 reads, until rank 0 calls `finish`."""
         while (name := current_world().from_first(None)) is not None:
             self._gather(name)
 
     def finish(self) -> None:
-        """Tell the other ranks that rank 0 has read all leaves."""
+        """On rank 0, once all arrays are read: end `serve_shards` on the other ranks."""
         current_world().from_first(None)
 
     def _gather(self, name: str) -> np.ndarray:
-        """Gather a moment from all ranks into one array; every rank must call this."""
+        """Return a whole optimizer moment, f32, joined from the parts of all ranks; every rank must call this."""
         state_kind, _, weight = name.partition("/")
         leaf = self.plans.leaves[weight]
         flat_array, run = self._buffer(leaf.spec.size), rank_slice(leaf.spec.size, *self.rank_share)
@@ -92,7 +93,7 @@ class GatheredArrays(LazyArrays):
         return flat_array.reshape(leaf.shape)
 
     def _buffer(self, count: int) -> np.ndarray:
-        """Return an f32 buffer of `count` numbers: the arena, idle between steps, if large enough, else new memory."""
+        """Return f32 memory for `count` numbers: that of activations, idle between steps, if large enough, else new."""
         if self.plans.largest_plan_in(HOST).arena(HOST).nbytes < 4 * count:
             return np.empty(count, np.float32)
         arena: np.ndarray = self.session.buffer(HOST)
@@ -100,7 +101,7 @@ class GatheredArrays(LazyArrays):
 
 
 def checkpoint_arrays(session: Session, plans: TrainingPlans) -> Mapping[str, np.ndarray]:
-    """Map the names of all checkpoint leaves to whole arrays, also where ranks share out the moments."""
+    """Return the weights and moments that a checkpoint saves, by name, read on access; moments of all ranks joined."""
     rank_share = plans.shape.moment_share
     if rank_share is None:
         return LazyArrays(session.view, plans.checkpoint_tensors)

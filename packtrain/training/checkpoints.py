@@ -61,7 +61,7 @@ class TrainingProgress:
         )
 
     def with_train_loss(self, loss: float, norm: float, num_past: int) -> "TrainingProgress":
-        """Return the progress after a good step; the last `num_past` + 1 training losses are saved."""
+        """Return the progress after a step with a finite loss; saves the last `num_past` + 1 training losses."""
         recent = (*self.recent, loss)[-1 - num_past :]
         is_better = loss < self.lowest
         lowest, unimproved = (loss, 0) if is_better else (self.lowest, self.unimproved + 1)
@@ -70,7 +70,7 @@ class TrainingProgress:
     def validated(
         self, loss: float, eog_counts: tuple[int, int] = (0, 0), best: bool = False
     ) -> "TrainingProgress":
-        """Return the progress after a validation; `best`: the result is the best step, not the last."""
+        """Return the progress after a validation; with `best`, `ends` stays that of the best step, the result."""
         if loss < self.best:
             return replace(
                 self, best=loss, stale=0, best_step=self.step, last=loss, ends=eog_counts
@@ -99,7 +99,8 @@ def previous_path(path: Path) -> Path:
 def save(
     path: Path, progress: TrainingProgress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Write a checkpoint of leaves by name, synced to disk; keep the previous one. `about` is JSON. Raises OSError."""
+    """Write arrays by name, progress and `about` (plain data about the run) to a checkpoint, synced to disk. The file
+    that was there becomes the previous checkpoint. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),
@@ -114,7 +115,7 @@ def save(
 
 
 def link_file(path: Path, target: Path) -> None:
-    """Give a file the second name `target`; the next write to `path` replaces only the first name."""
+    """Give the file at `path` a second name, `target`, by a hard link or a copy; the next save replaces only `path`."""
     temporary_path = path.with_suffix(".keep.part")
     temporary_path.unlink(missing_ok=True)
     try:
@@ -132,7 +133,7 @@ def copy(path: Path, target: Path) -> None:
 
 
 def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of a run's progress, its description and all its leaves."""
+    """Return the SHA-256 of a run's progress, its description and all its weights and moments."""
     digest = hashlib.sha256()
     for key, text in json_texts.items():
         digest.update(f"{key}={text}\n".encode())
@@ -144,9 +145,7 @@ def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> 
 
 def load_checkpoint(path: Path, report: Callable[[str], None]) -> TrainingCheckpoint | None:
     """Load the newest valid checkpoint at `path`: the file, or with a message the previous one; None if there is none.
-
-    Raises InputError for a checkpoint of a newer format, and if there are files but none is valid.
-    """
+    Raises InputError for a checkpoint of a newer format, and if there are files but none is valid."""
     problems = []
     for checkpoint_path in (path, previous_path(path)):
         if not checkpoint_path.exists():
@@ -165,7 +164,7 @@ def load_checkpoint(path: Path, report: Callable[[str], None]) -> TrainingCheckp
 
 
 def saved_step(path: Path) -> int:
-    """Return the step of the newest checkpoint at `path` from its metadata; 0 if there is none."""
+    """Return the number of steps in the newest checkpoint at `path`, unverified; 0 if there is none."""
     for checkpoint_path in (path, previous_path(path)):
         with suppress(InputError, ValueError, KeyError, TypeError):
             return int(json.loads(GGUF(checkpoint_path).metadata[KEY + "progress"])["step"])
@@ -199,7 +198,7 @@ def _read_checkpoint(path: Path) -> TrainingCheckpoint:
 
 
 def _is_progress(value: Any) -> bool:
-    """Return whether plain data has valid fields of TrainingProgress; checkpoints of older versions lack later ones."""
+    """Return whether JSON from a checkpoint has valid fields of TrainingProgress; older versions lack some of them."""
     kinds = {
         f.name: list if type(f.default) is tuple else type(f.default)
         for f in fields(TrainingProgress)

@@ -23,7 +23,7 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def check_space(
     job: TrainingJob, plans: TrainingPlans, extra_files: Iterable[tuple[Path, str, int]] = ()
 ) -> None:
-    """Raise DiskFull, which lists the bytes of each file, if a disk has too little room for a run."""
+    """Raise DiskFull, which lists bytes, if a disk lacks room for a run and `extra_files` (path, label, bytes)."""
     files_by_disk: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
     for path, description, nbytes in chain(run_files(job, plans), extra_files):
         folder = path.parent if path.parent.exists() else path.parent.parent
@@ -68,7 +68,7 @@ def _file_nbytes(path: Path) -> int:
 
 @contextmanager
 def resumable(checkpoint: Path, command: str) -> Iterator[None]:
-    """Turn the error of a full disk into DiskFull, which names the last saved step and the command to resume."""
+    """Context manager: turn a full disk's OSError into DiskFull, with the last saved step and `command` to resume."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,6 @@
-"""The order of an epoch as a keyed permutation: each position is computed on demand, nothing is stored.
-
-A Feistel network over the next power of four, walked until it is inside. Black and Rogaway 2002, "Ciphers with
-Arbitrary Finite Domains"; the rounds mix as splitmix64 does.
-"""
+"""The random order of an epoch, computed position by position from a few keys: no array of the whole order is stored. A
+Feistel network over the next power of four, applied again until the number is in range. Black and Rogaway 2002,
+"Ciphers with Arbitrary Finite Domains"; the rounds mix as splitmix64 does."""
 
 import numpy as np
 
@@ -12,13 +10,13 @@ RoundKeys = tuple[int, ...]  # keys of an epoch, which permute any number of ite
 
 
 def round_keys(seed: int, epoch: int, key: int = 0) -> RoundKeys:
-    """Draw the keys of an epoch's order; another `key`, such as the step of a reshuffle, gives another order."""
+    """Draw the keys of an epoch's order by (seed, epoch, key); another `key`, as of a reshuffle, reorders it."""
     seed_sequence = np.random.SeedSequence([seed % (1 << 64), epoch, *([key] if key else [])])
     return tuple(seed_sequence.generate_state(ROUNDS, np.uint64).tolist())
 
 
 def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
-    """Return the item at position `index` of a keyed order of `num_items` items; each `salt` gives another order."""
+    """Return the item at position `index` of a random permutation of range(num_items), fixed by `keys` and `salt`."""
     half_bits = (num_items - 1).bit_length() + 1 >> 1
     mask = (1 << half_bits) - 1
     while True:
@@ -35,10 +33,8 @@ def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
 
 
 def items_at(positions: np.ndarray, num_items: int, keys: RoundKeys) -> np.ndarray:
-    """Return the items at many positions of a keyed order of `num_items` items, which is another than `item_at`'s.
-
-    Four rounds of multiply, add and xor-shift: each maps the numbers below a power of two one to one.
-    """
+    """Return the items at an array of positions of a permutation of range(num_items), another than `item_at`'s. Four
+    rounds of multiply, add and xor-shift: each maps the numbers below a power of two one to one."""
     num_bits = (num_items - 1).bit_length()
     mask, shift = (1 << num_bits) - 1, num_bits + 1 >> 1
     items = positions.astype(np.uint64)

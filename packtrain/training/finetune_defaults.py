@@ -40,15 +40,13 @@ def default_rate(settings: TuneSettings, width: int) -> float:
 
 
 def default_alpha(rslora: bool, rank: int) -> float:
-    """Return LoRA's default alpha: twice the rank, so that alpha / rank stays; with rsLoRA, one alpha for all ranks."""
+    """Return LoRA's default alpha: twice the rank, for a scale alpha / rank of 2 at any rank; with rsLoRA always 32."""
     return RSLORA_ALPHA if rslora else LORA_SCALE * rank
 
 
 def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: int) -> TuneSettings:
-    """Return the settings with defaults for learning rate, batch size and epochs.
-
-    examples, num_rows  of the training data; several short examples share a row
-    """
+    """Return the settings with defaults for learning rate, batch size and epochs, by the model's width and the training
+    data: `examples` of them share `num_rows` rows."""
     if settings.lr is None and settings.optimizer != "lbfgs" and not resumes_run(settings):
         settings = replace(settings, lr=default_rate(settings, width))
     num_epochs = settings.epochs
@@ -72,7 +70,8 @@ def resumes_run(settings: TuneSettings) -> bool:
 
 
 def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedSamples) -> int:
-    """Return the number of replayed texts, see training.replay_texts. Raises InputError where --replay cannot act."""
+    """Return how many texts the base writes for --replay, which keeps the tuned model near the base; 0: none. Raises
+    InputError where --replay cannot be used."""
     model_name = "" if settings.model is None else settings.model.name
     reasons = {
         "--teacher says what all texts should be like": settings.teacher is not None,
@@ -91,7 +90,7 @@ def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedS
 
 
 def with_saved_choices(settings: TuneSettings) -> TuneSettings:
-    """Return the settings of a resumed run, with open ones taken from its run.yaml. Raises InputError."""
+    """Return the settings; in a resumed run, those not given (lr, epochs …) are run.yaml's. Raises InputError."""
     if not resumes_run(settings):
         return settings
     path = settings.folder / "run.yaml"
@@ -104,7 +103,7 @@ def with_saved_choices(settings: TuneSettings) -> TuneSettings:
 
 
 def _batch_size(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:
-    """Return the largest batch size that makes enough updates, or lets --iters make at most `num_epochs` passes."""
+    """Return the largest default batch size with GOOD_UPDATES steps, or with --iters in at most `num_epochs` passes."""
     num_ranks = max(current_world().world_size, settings.nproc)
     batch_sizes = [size for size in BATCH_SIZES if size % num_ranks == 0] or [num_ranks]
     for batch_size in batch_sizes:
@@ -119,13 +118,13 @@ def _batch_size(settings: TuneSettings, num_rows: int, num_epochs: float) -> int
 
 
 def count_updates(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:
-    """Return the number of steps that `num_epochs` passes over the rows make."""
+    """Return the number of optimizer steps in `num_epochs` passes over the training rows, at least 1."""
     num_batches = -(-num_rows // settings.batch_size)
     return max(math.ceil(num_batches * num_epochs / settings.grad_accumulation_steps), 1)
 
 
 def prospect_text(examples: int, num_updates: int, num_rows: int, settings: TuneSettings) -> str:
-    """Describe what so many updates can teach: `82 examples, 187 updates …: enough for a style, not for facts`."""
+    """Say what a run can teach, by its steps: `82 examples, 187 updates …: enough for a style, not for facts`."""
     epoch_share = settings.batch_size * settings.grad_accumulation_steps / num_rows
     num_passes = num_updates * epoch_share
     epochs = "1 epoch" if f"{num_passes:.2g}" == "1" else f"{num_passes:.2g} epochs"

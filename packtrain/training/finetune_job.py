@@ -97,7 +97,7 @@ class TunedModel:
             write_gguf(path, {}, tensors)
 
     def write_result(self, view: training_job.WeightReader) -> None:
-        """Write the adapter, which is merged once the run's memory is free; or with --full the tuned model."""
+        """Write the LoRA adapter, which is merged later, when training memory is free; with --full the model."""
         s = self.settings
         if self.config.lora is not None:
             adapter = self._adapter(view, self.config.lora)
@@ -270,7 +270,7 @@ def _check_blocks(last: int, model: ModelFile) -> None:
 
 
 def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> None:
-    """Raise InputError if --aware cannot train the model's matrices as they are stored."""
+    """Raise InputError if --aware (training with weights rounded as they will be stored) does not fit the model."""
     if not settings.aware or config.lora is None:
         return
     if config.expert_count:
@@ -342,7 +342,7 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
 
 
 def _lora_matrix_kinds(config: Config) -> Iterator[str]:
-    """Yield the names, within a block, of matrices that can have a LoRA adapter in at least one block."""
+    """Yield names within a block, such as attn_q, of matrices that can have a LoRA adapter in some block."""
     matrix_kinds = dict[str, None]()
     for name, leaf in transformer.weights(config).items():
         block, _, kind = name.removeprefix("blk.").removesuffix(".weight").partition(".")

@@ -27,7 +27,8 @@ class NoGradient(ArithmeticError):
 def check_gradients(
     job: TrainingJob, engine: TrainingEngine, report: Callable[[str], None]
 ) -> None:
-    """Run a probe step and raise NoGradient for tensors without a gradient; reports experts that no token reaches."""
+    """Run one step, and raise NoGradient for trained tensors that it leaves unchanged; report experts that no token
+    reaches. Afterwards all weights have their initial values again."""
     session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained_names
     for name in (name for name in names if name.endswith(B)):
@@ -38,12 +39,12 @@ def check_gradients(
     result = engine.step(job.batches(1), 1, PROBE_RATE)
     if result.skip_reason:
         raise NoGradient(f"before step 1 a gradient is not finite: {result.skip_reason}")
-    still = dict[str, list[int]]()
+    unmoved = dict[str, list[int]]()
     for name in names:
         digest_pairs = zip(_part_digests(session.view(name)), initial_digests[name], strict=True)
         unchanged = [i for i, (digest, initial) in enumerate(digest_pairs) if digest == initial]
-        still |= {name: unchanged} if unchanged else {}
-    _report_unreached(still, initial_digests, report)
+        unmoved |= {name: unchanged} if unchanged else {}
+    _report_unreached(unmoved, initial_digests, report)
     for name in engine.plans.resident_leaves.keys() - set(names):
         session.fill(name, lambda array: array.fill(0))
     job.model.init_weights(session)
@@ -61,15 +62,17 @@ def _part_digests(array: np.ndarray) -> list[int]:
 
 
 def _report_unreached(
-    still: dict[str, list[int]], part_digests: dict[str, list[int]], report: Callable[[str], None]
+    unmoved: dict[str, list[int]], part_digests: dict[str, list[int]], report: Callable[[str], None]
 ) -> None:
-    """Raise NoGradient for tensors of which no part has changed; report experts that have not."""
-    dead = [name for name, unchanged in still.items() if len(unchanged) == len(part_digests[name])]
+    """Raise NoGradient for tensors that are unchanged in all parts; report single experts (parts) unchanged."""
+    dead = [
+        name for name, unchanged in unmoved.items() if len(unchanged) == len(part_digests[name])
+    ]
     if dead:
         suffix = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
         fact = f"no gradient reaches {', '.join(dead[:NAMED])}{suffix}"
         raise NoGradient(f"{fact}; training would not change them")
-    for name, unchanged in still.items():
+    for name, unchanged in unmoved.items():
         report(
             f"{name}: no token of the first step reaches experts {', '.join(map(str, unchanged))}"
         )

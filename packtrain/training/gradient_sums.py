@@ -27,11 +27,12 @@ class GradientExchange:
         self.num_sent, self.start_seconds = 0, (0.0, 0.0)
 
     def begin_step(self) -> None:
-        """Begin a step: note the seconds exchanged so far."""
+        """Note the exchange times so far, from which `exchange_seconds` computes those of the step that begins."""
         self.start_seconds = current_world().exchange_seconds, current_world().waited
 
     def make_sender(self) -> Callable[[], bool]:
-        """Return a stop callback for the last micro-batch that sends each complete bucket and never stops the run."""
+        """Return a callback, a stop condition that never stops, for the last micro-batch's backward pass: it starts the
+        all-reduce of each bucket of gradients once complete."""
         self.num_sent, micro = 0, self.micro_executor
 
         def send() -> bool:
@@ -52,7 +53,7 @@ class GradientExchange:
         current_world().wait_for_transfers()
 
     def spread_weights(self) -> None:
-        """Give all ranks the parts of the weights that each has updated, if ranks share out the moments."""
+        """If each rank updates only its part of the weights (ZeRO), all-gather the updated parts."""
         if self.is_sharded:
             current_world().start_all_gather(self._arrays(self.trained_leaves))
             current_world().wait_for_transfers()

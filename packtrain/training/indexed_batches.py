@@ -40,11 +40,11 @@ class IndexedBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def epoch_positions(self, index: int) -> tuple[RoundKeys, range]:
-        """Return the keys of the epoch of batch `index`, and the positions of its rows in the epoch."""
+        """Return the keys of the epoch's random order, and the positions in that order of the rows of batch `index`."""
         epoch, batch = divmod(index, len(self))
         keys = round_keys(self.seed, epoch, self.shuffle_key)
         return keys, range(batch * self.rows, (batch + 1) * self.rows)
 
     def row_at(self, position: int, keys: RoundKeys) -> Batch:
-        """Build the row at a position of the epoch; after the last row, padding."""
+        """Build the row (tokens, targets …) at a position of the epoch's order; past the last row, padding."""
         raise NotImplementedError

@@ -48,7 +48,7 @@ class LrSchedule:
         return self.lr_min + (self.lr - self.lr_min) * max(decay_factor, 0.0)
 
     def _cycle_share(self, decay_share: float) -> float:
-        """Return the share of the current cycle that is done, given the share of the whole decay."""
+        """Return how much of its current cycle is done, 0 to 1, when `decay_share` of the whole decay is done."""
         cycle_lengths = [self.cycle_growth**i for i in range(self.num_cycles)]
         remaining_share = decay_share * sum(cycle_lengths)
         while remaining_share >= cycle_lengths[0] and len(cycle_lengths) > 1:

@@ -25,10 +25,8 @@ def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU,
     resident: str | None = None,
 ) -> Executor:  # fmt: skip
-    """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss.
-
-    resident  limit of this process and the pages of the model in memory, together, as of Context
-    """
+    """Create an executor that returns the `losses` of batches, see transformer.loss, with weights mapped from the
+    model's file. `resident` limits this process and the file's pages in memory, together, as of Context."""
     placed, plan = loss_plan(model, rows, time, chunk, skipped, target)
     available_nbytes = total_nbytes()
     if plan.arena().nbytes > available_nbytes:
@@ -45,7 +43,7 @@ def loss_executor(
 def loss_plan(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> tuple[Placed, Plan]:
-    """Plan the graph that `loss_executor` runs."""
+    """Place the graph of `transformer.loss` for `rows` × `time` tokens on devices; returns it and its memory plan."""
     leaves = transformer.weights(model.config, model.matrix_dtypes())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)
@@ -53,7 +51,7 @@ def loss_plan(
 
 
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    """Yield for each batch the losses (N,) f32 of the targets that have a weight, in order."""
+    """Run batches, and yield for each the losses (N,) f32 of its targets with a weight above 0, in order."""
     for batch in batches:
         yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
 

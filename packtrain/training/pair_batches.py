@@ -72,21 +72,23 @@ def answer_logps(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndar
 
 
 def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Select the log-probabilities (N, 2) of a batch's N pairs: chosen, then rejected."""
+    """Reorder log-probabilities (rows, 2P) of answers to (N, 2) for the batch's N real pairs: chosen, then rejected."""
     return np.asarray(logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)[batch[PAIRS] > 0])
 
 
 def pair_measures(
     preference: PreferenceLoss, logps: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the loss and the rewards of a batch's pairs, see PreferenceLoss.judged."""
+    """Return arrays over a batch's pairs, `loss` and the rewards `chosen` and `rejected`, from `logps` (rows, 2P)."""
     reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
     shares = batch[SHARES][batch[PAIRS] > 0] if preference.needs_shares else 1.0
-    return preference.judged(pair_logps(logps, batch), pair_logps(reference_logps, batch), shares)
+    return preference.loss_and_rewards(
+        pair_logps(logps, batch), pair_logps(reference_logps, batch), shares
+    )
 
 
 def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Average over pairs, under TRL's names: both rewards, their margin, and the share with a higher chosen reward."""
+    """Average pair_measures under TRL's names: rewards, their margin, and how often the chosen reward is higher."""
     measures = [*step_measures]
     chosen, rejected = (
         np.concatenate([p[side] for p in measures]) for side in ("chosen", "rejected")

@@ -46,7 +46,7 @@ class SampleSubset:
 
 
 def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarray) -> list[int]:
-    """Return the samples of `batches` that the run will see, among the `unknown` ones, (samples,) bool."""
+    """Return the ids of those `unknown` samples, (samples,) bool, that the run's steps will read."""
     num_batches = job.steps * job.settings.grad_accumulation_steps
     if batches is job.train and num_batches < len(batches):
         is_seen = np.zeros(len(unknown), bool)
@@ -58,20 +58,21 @@ def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarra
 
 
 def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterator[list[T]]:
-    """Yield the results of `read_item(i)` for i < num_items in order, one list per round of all ranks."""
+    """Compute read_item(i) for i < num_items, shared out over ranks; yields each round's results, on all ranks."""
     world = current_world()
     for first_index in range(world.rank, num_items + world.rank, world.world_size):
         gathered = world.gather(read_item(first_index) if first_index < num_items else [])
         yield [result for rank_results in gathered for result in rank_results]
 
 
-def follow(
+def run_saved(
     progress: Iterator[int], num_total: int, events: Events, label: str, unit: str, stopped: Callable[[], bool],
     saved_arrays: tuple[Path, str, Mapping[str, np.ndarray]],
 ) -> None:  # fmt: skip
-    """Run `progress`, which yields how many of `num_total` parts are done, and report it.
+    """Run a computation to its end, and show its progress: `progress` yields how many of `num_total` parts are done.
 
-    saved_arrays  what `write_arrays` saves now and then and at the end
+    saved_arrays  arguments of `write_arrays`, which saves the results every SAVE_SECONDS and at the end
+
     Raises Interrupted, after saving, if `stopped()` on any rank.
     """
     last_save_time = time.monotonic()
@@ -89,7 +90,7 @@ def follow(
 
 
 def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Fill the arrays of all ranks from the file of rank 0, see `read_arrays`."""
+    """Fill the arrays of all ranks with results saved earlier on rank 0, if they match, see `read_arrays`."""
     world = current_world()
     if world.rank == 0:
         read_arrays(path, mark, arrays)

@@ -29,10 +29,8 @@ def uses_reference(preference: PreferenceLoss | None) -> bool:
 def compute_reference_logps(
     job: TrainingJob, engine: TrainingEngine, folder: Path, events: Events, stopped: Callable[[], bool],
 ) -> None:  # fmt: skip
-    """Compute the reference log-probabilities of the pairs that the run will see. Resets leaves to initial values.
-
-    Raises Interrupted if `stopped()`.
-    """
+    """Compute on all ranks the reference model's log-probabilities of the answers that the run will see, unless saved.
+    Sets the session's weights to initial values. Raises Interrupted if `stopped()`."""
     if not uses_reference(job.shape.preference):
         return
     parts = {"train": job.train, "valid": job.valid}
@@ -51,16 +49,16 @@ def compute_reference_logps(
         return
     job.model.init_weights(engine.session)
     done_counts = chain.from_iterable(
-        _fill(job, engine, batches, missing_samples[n]) for n, batches in pair_batches.items()
+        _compute(job, engine, batches, missing_samples[n]) for n, batches in pair_batches.items()
     )
     labels, progress = ("reference model", "answer"), accumulate(done_counts)
-    precomputed.follow(progress, num_missing, events, *labels, stopped, saved_arrays)
+    precomputed.run_saved(progress, num_missing, events, *labels, stopped, saved_arrays)
 
 
-def _fill(
+def _compute(
     job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
 ) -> Iterator[int]:
-    """Compute log-probabilities of samples, a batch per rank at a time; yields the number of each round."""
+    """Compute and store log-probabilities of samples, a batch per rank and round; yields how many in each round."""
     if not sample_ids:
         return
     subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]

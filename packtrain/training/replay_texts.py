@@ -77,9 +77,10 @@ class ReplayBatches(SampleBatches):
 def write_texts(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Let the base write the texts that the steps of a run read and that are not saved yet.
+    """Let the base write the replay texts that the run's steps read, unless they are saved in `folder`.
 
     limit  most private bytes of the process
+
     Raises DoesNotFit, and Interrupted if `stopped()`.
     """
     train = job.train
@@ -94,11 +95,11 @@ def write_texts(
     if missing_texts.size:
         progress = _write_missing(train, job, missing_texts, limit)
         labels = "texts of the base", "text"
-        precomputed.follow(progress, len(missing_texts), events, *labels, stopped, saved_arrays)
+        precomputed.run_saved(progress, len(missing_texts), events, *labels, stopped, saved_arrays)
 
 
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
-    """Return the expected seconds of writing the texts of a run."""
+    """Estimate the seconds that the base takes to write the run's replay texts at measured `rates`; 0 without."""
     train, target = job.train, job.settings.target
     if not isinstance(train, ReplayBatches) or not (num_texts := _num_used_texts(job, train)):
         return 0.0
@@ -114,7 +115,7 @@ def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
 
 
 def _num_used_texts(job: TrainingJob, train: ReplayBatches) -> int:
-    """Return how many texts a run reads, as full groups, which have the same bits whenever they are written."""
+    """Return how many texts the run's rows read, rounded up to whole groups: a text's bits may depend on its group."""
     num_rows = job.steps * job.settings.grad_accumulation_steps * train.rows
     return min(-(-num_rows // TEXTS_AT_ONCE[0]) * TEXTS_AT_ONCE[0], train.loss_settings.num_texts)
 
@@ -122,7 +123,7 @@ def _num_used_texts(job: TrainingJob, train: ReplayBatches) -> int:
 def _write_missing(
     train: ReplayBatches, job: TrainingJob, missing: np.ndarray, limit: int | None
 ) -> Iterator[int]:
-    """Write the missing texts; yields how many are done after each round of all ranks."""
+    """Let the base write texts that are missing; yields how many are done after each round of all ranks."""
     writer = _ReplayWriter(train, limit, job)
     groups = [missing[at : at + writer.together] for at in range(0, len(missing), writer.together)]
 
@@ -139,7 +140,7 @@ def _write_missing(
 
 
 class _ReplayWriter:
-    """The base with a KV cache for `together` texts at once, the most that fit."""
+    """Samples texts from the base model, `together` at a time: the most whose KV cache fits `limit` bytes."""
 
     def __init__(self, train: ReplayBatches, limit: int | None, job: TrainingJob) -> None:
         self._batches, self._seed, base = train, job.settings.seed, train.base
@@ -161,7 +162,7 @@ class _ReplayWriter:
         self._mean = session.executors({"mean": placed})["mean"]
 
     def generate(self, text_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Write at most `together` texts; returns arrays as in ReplayBatches.text_arrays. No text ends early."""
+        """Sample the texts with these numbers, at most `together`; returns arrays as ReplayBatches.text_arrays."""
         draws = [np.random.default_rng([self._seed, text_id]) for text_id in text_ids.tolist()]
         arrays = self._batches.text_arrays.items()
         outputs = {name: np.zeros_like(array[text_ids]) for name, array in arrays}

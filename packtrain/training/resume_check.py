@@ -20,7 +20,7 @@ ORDER_FIELDS = "rows", "chunk", "layered", "tiles"  # of floating-point addition
 def check_compatible(
     job: TrainingJob, checkpoint: TrainingCheckpoint, report: Callable[[str], None]
 ) -> None:
-    """Raise InputError for a checkpoint of another run; report a changed number of steps."""
+    """Raise InputError, with the changed flags, for a checkpoint of another run; report another number of steps."""
     current = job.about()
     changed_names = differences(checkpoint.about, current, type(job.settings))
     if changed_names:
@@ -41,11 +41,11 @@ def check_compatible(
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
-    """Return messages about differences between a checkpoint and the job, as flags and file names."""
+    """Return messages about what differs between a checkpoint's `about` and the job's, as flags and files."""
     changed_settings = [*_changed_settings(saved, current, settings)]
     messages = [line for _, line in changed_settings]
     is_read_otherwise = any(field.metadata["group"] == "data" for field, _ in changed_settings)
-    messages += _files(saved, current, is_read_otherwise)
+    messages += _changed_files(saved, current, is_read_otherwise)
     if messages:
         return messages
     # no setting explains these, for example another version of packtrain
@@ -80,10 +80,10 @@ def _changed_settings(
             yield field, f"{flag(field.name)} was {_shown(old_value)} and is {_shown(is_)}"
 
 
-def _files(
+def _changed_files(
     saved: Mapping[str, Any], current: Mapping[str, Any], is_read_otherwise: bool
 ) -> list[str]:
-    """Return messages about changed files: `data` has the checksum of the data and, in finetune, of the base."""
+    """Return messages about changed data or base, by checksums, unless a changed flag explains other data."""
     (data, *base), (data_now, *base_now) = str(saved.get("data")).split(), current["data"].split()
     was, is_ = saved.get("sources", {}), current["sources"]
     if base != base_now:

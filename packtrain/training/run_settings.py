@@ -37,7 +37,7 @@ OUTPUT_TYPES = tuple(str(dtype) for dtype in MERGEABLE)
 
 
 def with_optimizer_options(cls: type[T]) -> type[T]:
-    """Add the options that optimizers declare to the class, after `optimizer`. Raises TypeError."""
+    """Class decorator: add the options that optimizers declare, after `optimizer`. Raises TypeError for equal names."""
     option_hints: dict[str, Any] = {}
     for optimizer_class in OPTIMIZERS.values():
         hints = get_type_hints(optimizer_class)
@@ -303,7 +303,7 @@ class RunSettings:
 
     @property
     def spread(self) -> DeviceSpread:
-        """How the model is spread over --device. Raises InputError."""
+        """Which blocks are on which device, by --device, --gpu-layers and --split. Raises InputError."""
         return parse_spread(self.device, self.gpu_layers, self.split, self.device_memory)
 
     @property

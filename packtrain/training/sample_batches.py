@@ -58,7 +58,7 @@ class SampleBatches(IndexedBatches):
 
     @staticmethod
     def item_lengths(samples: TokenizedSamples) -> np.ndarray:
-        """Return the number of target tokens of each sample; a row never splits a sample."""
+        """Return the targets of each item that a row must hold whole: a sample, or a pair in PairBatches."""
         return samples.lengths - 1
 
     @property
@@ -69,16 +69,16 @@ class SampleBatches(IndexedBatches):
         return self._make_row(self._items_at(position, keys))
 
     def row_items(self, index: int) -> list[list[int]]:
-        """Return the items of each row of batch `index`."""
+        """Return, for each row of batch `index`, the numbers of its items: of samples, or of pairs in PairBatches."""
         keys, positions = self.epoch_positions(index)
         return [self._items_at(position, keys) for position in positions]
 
     def row_samples(self, index: int) -> list[list[int]]:
-        """Return the samples of each row of batch `index`, in the order of `seq`."""
+        """Return, for each row of batch `index`, the numbers of its samples, in the order of the input `seq`."""
         return self.row_items(index)
 
     def _items_at(self, position: int, keys: RoundKeys) -> list[int]:
-        """Return the items of the row at a position of the epoch; none after the last row."""
+        """Return the items (numbers of samples or pairs) of the row at a position of the epoch; [] after the last."""
         if position >= self.windows:
             return []
         row = item_at(position, self.windows, keys) if self.shuffle else position
@@ -92,7 +92,7 @@ class SampleBatches(IndexedBatches):
         return [int(self._order[self._swapped_rank(rank, keys)]) for rank in item_ranks]
 
     def _swapped_rank(self, rank: int, keys: RoundKeys) -> int:
-        """Return the rank of the item that takes the place of `rank` in this epoch, an item of equal length."""
+        """Return the place in `_order` of the item, of equal length, that replaces item `rank` in this epoch."""
         if not (self.pack and self.shuffle):
             return rank
         shortness = self._shortness[rank]
@@ -100,14 +100,14 @@ class SampleBatches(IndexedBatches):
         return start_rank + item_at(rank - start_rank, end - start_rank, keys, -int(shortness))
 
     def _pack_shuffled(self, keys: RoundKeys) -> tuple[np.ndarray, np.ndarray]:
-        """Return the items of an epoch by row, and where each row begins.
+        """Pack an epoch's items in random order; returns their numbers, row after row, and where each row begins.
 
         Best fit of a random order may need more rows than longest first. Then longer items go first, by classes of
         length, in random order within a class; classes become narrower with each try, down to single lengths, which is
         longest first with the items of a length shuffled.
 
-            rows of 12 targets, items in random order         4 3 9 8    4 3 | 9 | 8    3 rows
-            classes 9 to 16 and 1 to 8, random within a class 9 4 3 8    9 3 | 4 8      2 rows, as longest first
+          rows of 12 targets, items in random order         4 3 9 8    4 3 | 9 | 8    3 rows
+          classes 9 to 16 and 1 to 8, random within a class 9 4 3 8    9 3 | 4 8      2 rows, as longest first
         """
         num_items = len(self._order)
         ranks = items_at(np.arange(num_items, dtype=np.int32), num_items, keys)
@@ -121,8 +121,7 @@ class SampleBatches(IndexedBatches):
         return self._order[tried_ranks[ranks_by_row]], row_starts
 
     def _make_row(self, items: list[int]) -> Batch:
-        """Build a row of samples, one after the other; the rest is padding, as samples no longer than the longest: a
-        model may have learned only so many positions."""
+        """Build a row: samples, then padding, cut into pretend samples: no position exceeds the data's longest."""
         names = ("tokens", "targets", "pos", "seq")
         row = {name: np.zeros(self.time, np.int32) for name in names}
         row["weights"] = np.zeros(self.time, np.float32)
@@ -148,13 +147,13 @@ def row_length(max_length: int, *lengths: np.ndarray) -> int:
 
 
 def _group_by_row(row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of samples by row, and where each row begins."""
+    """Sort samples by their rows; returns the samples' numbers, row after row, and where each row begins."""
     by_row = np.argsort(row_of, kind="stable").astype(np.int32)
     return by_row, np.append(0, np.cumsum(np.bincount(row_of))).astype(np.int32)
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
-    """Assign each sample to a row by best fit: the fullest row with room for it, else a new row."""
+    """Return each sample's row: the fullest row of `time` targets that has room for the sample, else a new one."""
     rows = np.empty(len(lengths), np.int32)
     rows_by_room: list[list[int]] = [[] for _ in range(time + 1)]
     room_bits, num_rows = 0, 0  # bit r of `room_bits`: some row has room for r more

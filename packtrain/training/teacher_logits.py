@@ -20,7 +20,12 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import make_plan, size_text
 from packtrain.engine.placement import place
 from packtrain.models import transformer
-from packtrain.models.distillation_loss import TEACHER_IDS, TEACHER_PARTS, DistillationLoss, reading
+from packtrain.models.distillation_loss import (
+    TEACHER_IDS,
+    TEACHER_PARTS,
+    DistillationLoss,
+    teacher_graphs,
+)
 from packtrain.models.model_file import ModelFile
 from packtrain.training import precomputed
 from packtrain.training.sample_batches import SampleBatches
@@ -88,14 +93,14 @@ class TeacherBatches(SampleBatches):
 
 
 def unknown_records(count: int, num_top: int) -> np.ndarray:
-    """Create `count` records of a teacher's ids and logits that are not computed yet."""
+    """Create `count` records of a teacher's `num_top` ids and logits; ids of -1 mark them as not computed yet."""
     records = np.zeros(count, [("ids", "<i4", (num_top,)), ("logits", "<f4", (num_top,))])
     records["ids"] = -1
     return records
 
 
 class TeacherReader:
-    """A teacher with mapped weights, which reads rows of `time` tokens."""
+    """Runs a teacher, whose weights stay in its file, on one row of `time` tokens after the other."""
 
     def __init__(
         self, model: ModelFile, time: int, logit_sizes: tuple[int, int], limit: int | None, target: Target,
@@ -107,7 +112,7 @@ class TeacherReader:
         w = transformer.weights(model.config, model.matrix_dtypes())
         self._session = Session(target.limits)
         self._session.share(model.stored())
-        outputs = reading(model.config, w, time, CHUNK_TOKENS, *logit_sizes)
+        outputs = teacher_graphs(model.config, w, time, CHUNK_TOKENS, *logit_sizes)
         placed = {name: place(Graph(named), target) for name, named in outputs.items()}
         plans = {name: make_plan(graph) for name, graph in placed.items()}
         needed = private_nbytes() + sum(plan.arena().nbytes for plan in plans.values())
@@ -119,7 +124,7 @@ class TeacherReader:
         self._run = self._session.executors(placed, plans)
 
     def read_targets(self, batch: Mapping[str, np.ndarray], num_top: int) -> np.ndarray:
-        """Return records of ids and logits for the weighted targets of a batch of one row, in order."""
+        """Return the teacher's `num_top` likeliest ids with logits for each weighted target of a one-row batch."""
         inputs = {name: batch[name] for name in ("tokens", "pos", "seq")}
         hidden = self._run["read"](inputs)["hidden"][0]
         positions = np.flatnonzero(batch["weights"][0])
@@ -153,14 +158,14 @@ def compute_teacher_logits(
         num_shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
         logit_sizes = train.loss_settings.top, num_shared
         reader = TeacherReader(train.teacher, train.time, logit_sizes, limit, job.settings.target)
-        progress = _fill(train, reader, missing)
-        precomputed.follow(
+        progress = _compute(train, reader, missing)
+        precomputed.run_saved(
             progress, len(missing), events, "teacher", "sample", stopped, saved_arrays
         )
 
 
-def _fill(train: TeacherBatches, reader: TeacherReader, sample_ids: list[int]) -> Iterator[int]:
-    """Compute the teacher's logits of samples; yields how many samples are done."""
+def _compute(train: TeacherBatches, reader: TeacherReader, sample_ids: list[int]) -> Iterator[int]:
+    """Compute and store the teacher's logits of samples; yields after each round how many samples are done."""
     subset: Any = precomputed.SampleSubset(train.samples, sample_ids)
     batches = SampleBatches(subset, 1, train.time, shuffle=False)
     num_done = 0

@@ -50,7 +50,7 @@ class TextBatches(IndexedBatches):
         return self._make_row(*self._window_at(position, keys), keys)
 
     def _window_at(self, position: int, keys: RoundKeys) -> tuple[int, int]:
-        """Return the start in the stream and the number of targets of the window at a position of the epoch."""
+        """Return where the window at a position of the epoch starts in the token stream, and its number of targets."""
         if position >= self.windows:
             return 0, 0
         offset = item_at(0, self.size, keys, OFFSET_SALT) if self.random_offsets else 0
@@ -61,7 +61,7 @@ class TextBatches(IndexedBatches):
         return int(self._stretch_starts[stretch]) + skipped + offset, num_targets
 
     def _shuffled_positions(self, token_start: int, count: int, keys: RoundKeys) -> np.ndarray:
-        """Return the positions in the file of `count` tokens of the epoch's stream, a ring, from `token_start` on."""
+        """Return the positions in the file of `count` tokens of the epoch's shuffled stream, a ring."""
         if keys != self._ordered_keys:
             # the place in the epoch's stream at which each block of documents begins
             place = 0
@@ -95,7 +95,7 @@ class TextBatches(IndexedBatches):
         return starts[documents], next_starts - starts[documents]
 
     def _make_row(self, token_start: int, count: int, keys: RoundKeys) -> Batch:
-        """Build the row of `count` targets after `token_start`; the rest is padding, as a separate document."""
+        """Build a row of `count` targets, which follow `token_start`; the rest is padding, as a separate document."""
         positions = (token_start + np.arange(count + 1)) % self.size
         if self.shuffle_samples:
             positions = self._shuffled_positions(token_start, count + 1, keys)

@@ -50,7 +50,7 @@ class TrainStepResult:
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
+    """Mean loss of `tokens` tokens, and the standard error of that mean over windows, NaN for a single one.
 
     accuracy    share of them that were the likeliest token, NaN if unknown
     eog_counts  of tokens that end an answer: how many were the likeliest token, and how many there were
@@ -70,7 +70,7 @@ class ValidationResult:
 
 
 class EngineStep:
-    """One step of the engine, which an optimizer drives, see `optim.optimizer.StepRunner`.
+    """One step on its data, which an optimizer runs by `evaluate` and `update`, once or repeatedly (L-BFGS).
 
     sums  exchange of several ranks, which turns this rank's loss and gradients into the sums of all ranks
     """
@@ -93,7 +93,7 @@ class EngineStep:
         self.outputs = self.latest_outputs
 
     def evaluate_and_update(self, hyper: Batch) -> Batch:
-        """Evaluate the batch and update the weights; returns `loss` and `squares`."""
+        """Evaluate the batch and update the weights; returns `loss` and `squares`, the squared norm of the gradient."""
         if STEP in self.run:
             return self._run_graph(STEP, [{**self.batch_shares[0], **hyper, **self.rounding}])[0]
         if MEASURE not in self.run:
@@ -114,7 +114,7 @@ class EngineStep:
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        """Update the weights by the summed gradients; returns the outputs of the update graph."""
+        """Update the weights by the summed gradients; returns the update graph's outputs, such as the squared norm."""
         executor, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
         updated = executor({name: values[name] for name in values.keys() & executor.inputs.keys()})
         if self.sums is not None:
@@ -137,7 +137,7 @@ class EngineStep:
         return self.latest_outputs
 
     def diagnose(self) -> str | None:
-        """The op that first computes a non-finite value when the last evaluation is repeated, or None."""
+        """Repeat the last evaluation, and return the op that first computes a non-finite value; None if no op does."""
         diagnoses = (executor.diagnose(inputs) for executor, inputs in self.fed_batches)
         return next(filter(None, diagnoses), None)
 
@@ -160,10 +160,11 @@ class StepEngine:
         self.before: EngineStep | None = None
         self.sums: GradientExchange | None = None
 
-    def drive(
+    def run_step(
         self, optimizer: Optimizer, batch_shares: Sequence[Batch], step_number: int, num_updates: int, lr: float
     ) -> tuple[EngineStep, Batch]:  # fmt: skip
-        """Let the optimizer take a step, its update `num_updates`, on a step's inputs; returns its outputs, too."""
+        """Run a step, the optimizer's update `num_updates`, on the inputs of each micro-batch; returns the step and its
+        outputs `loss` and `squares` (squared gradient norm). The optimizer decides how often the graph runs."""
         is_stochastic = any(ROUNDING in executor.inputs for executor in self.run.values())
         rounding = {ROUNDING: np.array([self.seed, step_number], np.int64)} if is_stochastic else {}
         engine_step = EngineStep(self.run, batch_shares, rounding, self.before, self.sums)
@@ -175,7 +176,7 @@ class StepEngine:
         return engine_step, outputs
 
     def diagnose(self, engine_step: EngineStep, outputs: Batch) -> str | None:
-        """Return the op, tensor and source line that made a step bad, or None.
+        """Return the op, tensor and source line of a bad step's first non-finite value; None for a good step.
 
         The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed
         nothing, and repeating it gives the same values; without, it may have changed tensors before the first bad
@@ -216,23 +217,23 @@ class TrainingEngine(StepEngine):
         tokens = current_world().total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, step_number)
         num_updates = step_number - self.optimizer_start
-        turn, result = self.drive(self.optimizer, shares, step_number, num_updates, lr)
-        skip_reason = self.diagnose(turn, result)
+        step, result = self.run_step(self.optimizer, shares, step_number, num_updates, lr)
+        skip_reason = self.diagnose(step, result)
         norm, preference = float(result["squares"]) ** 0.5, self.plans.shape.preference
         extra_metrics = {}
         if preference:
-            all_pairs = current_world().gather([*self._pair_measures(preference, batches, turn)])
+            all_pairs = current_world().gather([*self._pair_measures(preference, batches, step)])
             extra_metrics = pair_summary(chain.from_iterable(all_pairs))
         if self.sums is not None:
             extra_metrics = {**extra_metrics, **self.sums.exchange_seconds()}
         return TrainStepResult(
-            float(result["loss"]), norm, int(tokens), skip_reason, turn.note, extra_metrics
+            float(result["loss"]), norm, int(tokens), skip_reason, step.note, extra_metrics
         )
 
     def _pair_measures(
         self, preference: PreferenceLoss, batches: Sequence[Batch], engine_step: EngineStep
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the measures of each micro-batch's pairs from the outputs of the step."""
+        """Yield the loss and rewards of each micro-batch's pairs, from the log-probabilities that the step returned."""
         logps = np.concatenate([output["logps"] for output in engine_step.outputs])
         for batch in batches:
             rows = len(batch[PAIRS])
@@ -281,28 +282,26 @@ def evaluate(
     run: Executor, batches: Iterable[Batch], preference: PreferenceLoss | None = None, world: World = SINGLE_PROCESS,
     eog_ids: Sequence[int] = (),
 ) -> ValidationResult:  # fmt: skip
-    """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`.
-
-    Ids in `eog_ids` are also counted by themselves. The ranks of the world take batches in turn, and the result has
-    the bits of one process.
-    """
+    """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`;
+    ids in `eog_ids` are also counted by themselves. The ranks take batches in turn, and the result has the bits of one
+    process."""
     if preference is not None:
         return _evaluate_pairs(run, batches, preference, world)
-    results: list[Any] = _in_turn(batches, world, lambda batch: _batch_sums(run, batch, eog_ids))
+    results: list[Any] = _share_out(batches, world, lambda batch: _batch_sums(run, batch, eog_ids))
     total, weight = (np.array([x for result in results for x in result[part]]) for part in (0, 1))
     num_hits = sum(result[2] for result in results)
     has_weight = weight > 0
     total, weight, num_rows = total[has_weight], weight[has_weight], int(has_weight.sum())
-    mean = float(total.sum() / weight.sum())
+    mean, tokens = float(total.sum() / weight.sum()), float(weight.sum())
     spread = float(np.square(total - mean * weight).sum()) * num_rows / max(num_rows - 1, 1)
-    tokens = float(weight.sum())
+    error = spread**0.5 / tokens if num_rows > 1 else math.nan
     num_right_eog, num_eog = (sum(result[3][column] for result in results) for column in (0, 1))
     eog_counts = (num_right_eog, num_eog)
-    return ValidationResult(mean, spread**0.5 / tokens, int(tokens), num_hits / tokens, eog_counts)
+    return ValidationResult(mean, error, int(tokens), num_hits / tokens, eog_counts)
 
 
-def _in_turn(batches: Iterable[Batch], world: World, measure: Callable[[Batch], T]) -> list[T]:
-    """Return `measure(batch)` for each batch in order; the ranks of the world measure batches in turn."""
+def _share_out(batches: Iterable[Batch], world: World, measure: Callable[[Batch], T]) -> list[T]:
+    """Return `measure(batch)` for each batch in order, on all ranks; the ranks take batches in turn."""
     local_results = [
         measure(batch) for i, batch in enumerate(batches) if i % world.world_size == world.rank
     ]
@@ -311,8 +310,7 @@ def _in_turn(batches: Iterable[Batch], world: World, measure: Callable[[Batch], 
 
 
 def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSums:
-    """Return each row's sum of losses and its weight, the weight of tokens that were the likeliest, and counts as
-    in ValidationResult.eog_counts."""
+    """Return each row's loss sum and weight, the weight of likeliest tokens, and ValidationResult.eog_counts."""
     outputs, weights = run({**batch, **with_targets(batch)}), batch["weights"]
     losses = outputs["losses"].astype(np.float64)
     hits = outputs.get("right", np.float64(math.nan))
@@ -334,8 +332,8 @@ def _evaluate_pairs(
         measures = pair_measures(preference, answer_logps(outputs["losses"], batch), batch)
         return measures["loss"], measures["chosen"] - measures["rejected"]
 
-    losses, margins = zip(*_in_turn(batches, world, measure), strict=True)
+    losses, margins = zip(*_share_out(batches, world, measure), strict=True)
     all_losses, wins = np.concatenate(losses), chosen_wins(np.concatenate(margins))
     num_pairs = len(all_losses)
-    error = float(all_losses.std()) / math.sqrt(max(num_pairs - 1, 1))
+    error = float(all_losses.std()) / math.sqrt(num_pairs - 1) if num_pairs > 1 else math.nan
     return ValidationResult(float(all_losses.mean()), error, num_pairs, float(wins.mean()))

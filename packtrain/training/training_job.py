@@ -51,16 +51,16 @@ class TrainableModel(Protocol):
     def eog_ids(self) -> tuple[int, ...]: ...
 
     def shared(self) -> Mapping[str, np.ndarray]:
-        """Return the frozen leaves by name, which are read in place."""
+        """Return the frozen tensors by name, which are read in place from the model's file."""
 
     def init_weights(self, session: Session) -> None:
-        """Set the initial values of all leaves but those of `shared`."""
+        """Set the initial values of all weights of the session but those of `shared`."""
 
     def save_weights(self, path: Path, view: WeightReader) -> None:
-        """Write the trained leaves to a GGUF file, under their own names."""
+        """Write the trained tensors, which `view` returns by name, to a GGUF file, under their own names."""
 
     def write_result(self, view: WeightReader) -> None:
-        """Write the result, in the format that the settings ask for."""
+        """Write the run's result in the format that the settings ask for; `view` returns trained tensors."""
 
     def output_files(self) -> Mapping[Path, int]:
         """Return the files of the result, each with an upper bound of its bytes."""
@@ -95,7 +95,7 @@ class TrainingJob:
         return self.shape.config
 
     def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step, counted from 1; their size does not change a step's windows."""
+        """Return this rank's micro-batches of a step, from 1; a step has the same rows at any micro-batch size."""
         num_accumulated = self.settings.grad_accumulation_steps
         # if a step is an epoch, its order stays, so that optimizers can compare evaluations
         is_fixed = self.shape.num_evaluations > 1 and len(self.train) <= num_accumulated
@@ -260,7 +260,7 @@ def shape_of(
     settings: RunSettings, config: Config, rows: int, time: int, has_eval: bool, base: BaseModel | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> StepShape:  # fmt: skip
-    """Return the shape of a step for the settings. Raises InputError for a precision that this CPU lacks."""
+    """Return the sizes and options of a training step, for the planner. Raises InputError for what the device lacks."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, report, None)
@@ -290,7 +290,7 @@ def shape_of(
 def _moment_share(
     settings: RunSettings, optimizer: type[Optimizer], base: BaseModel | None
 ) -> RankShare | None:
-    """Return (rank, ranks) if --zero shares out the moments, else None. Raises InputError where it cannot."""
+    """Return (rank, ranks) if --zero shares out the optimizer's moments, else None. Raises InputError."""
     if current_world().world_size == 1 and settings.zero and not settings.resume:
         fact = f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
         raise InputError(fact)

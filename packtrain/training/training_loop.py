@@ -44,7 +44,7 @@ class TrainingLoop:
             self.job.model.init_weights(session)
             return
         before, now = checkpoint.about.get("optimizer", "adamw"), self.job.settings.optimizer
-        checkpoint_shards.restored(session, self.engine.plans, checkpoint, moments=before == now)
+        checkpoint_shards.restore(session, self.engine.plans, checkpoint, moments=before == now)
         checkpoint.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
         self.progress = replace(checkpoint.progress, shuffled=self.job.train.shuffle_key)
         if before != now:
@@ -74,10 +74,8 @@ class TrainingLoop:
     # ---- training
 
     def train(self, monitor: RunMonitor, stopped: Callable[[], bool]) -> None:
-        """Train until the last step, or until early stopping.
-
-        Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
-        """
+        """Train until the last step, or until early stopping. Raises Interrupted after saving if `stopped()`; NotFinite
+        for three bad steps in a row."""
         while self.progress.step < self.job.steps and not self._stops_early():
             if current_world().any_rank(stopped()):
                 self.save(monitor)
@@ -127,10 +125,10 @@ class TrainingLoop:
         self.progress = self.progress.validated(evaluated.loss, evaluated.eog_counts, best=patient)
         if current_world().rank == 0 and patient and not self.progress.stale:
             self.job.model.save_weights(self.folder / BEST_FILE, self.engine.session.view)
-        return {
-            "val_loss": evaluated.loss, "val_error": evaluated.error, "val_accuracy": evaluated.accuracy,
-            "val_accuracy_error": evaluated.accuracy_error,
-        }  # fmt: skip
+        spread = {} if math.isnan(evaluated.error) else {"val_error": evaluated.error}
+        accuracy, accuracy_error = evaluated.accuracy, evaluated.accuracy_error
+        metrics = {"val_loss": evaluated.loss, **spread, "val_accuracy": accuracy}
+        return metrics | {"val_accuracy_error": accuracy_error}
 
     def _is_due(self, interval: int, at_last_step: bool) -> bool:
         """Return whether work of every `interval` steps (0: never) is due; `at_last_step`: also at the last step."""
@@ -146,7 +144,7 @@ class TrainingLoop:
     # ---- saving
 
     def save(self, monitor: RunMonitor) -> None:
-        """Write a checkpoint of the current state, and the numbered files of the settings; rank 0 writes."""
+        """Write a checkpoint, and the files of --save-name and --save-model, on rank 0; other ranks send parts."""
         arrays = checkpoint_shards.checkpoint_arrays(self.engine.session, self.engine.plans)
         if current_world().rank:
             if isinstance(arrays, checkpoint_shards.GatheredArrays):
@@ -156,13 +154,15 @@ class TrainingLoop:
         checkpoints.save(self.checkpoint, self.progress, self.job.about(), arrays)
         if isinstance(arrays, checkpoint_shards.GatheredArrays):
             arrays.finish()
-        self._keep(self.job.settings.save_name, lambda to: checkpoints.copy(self.checkpoint, to))
+        self._save_as(self.job.settings.save_name, lambda to: checkpoints.copy(self.checkpoint, to))
         view = self.engine.session.view
-        self._keep(self.job.settings.save_model, lambda to: self.job.model.save_weights(to, view))
+        self._save_as(
+            self.job.settings.save_model, lambda to: self.job.model.save_weights(to, view)
+        )
         self.events.checkpoint_saved(self.checkpoint)
 
-    def _keep(self, pattern: str, write_file: Callable[[Path], object]) -> None:
-        """Write a file whose name has the number of the step, and link it as the latest."""
+    def _save_as(self, pattern: str, write_file: Callable[[Path], object]) -> None:
+        """Write a file named by `pattern` with the step for ITERATION, and link it with LATEST; "" writes nothing."""
         if not pattern:
             return
         numbered_path, latest_path = (

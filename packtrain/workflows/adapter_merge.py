@@ -57,7 +57,7 @@ class MergeSettings:
 
 
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
-    """Merge adapters into the base and write the file. Raises InputError and leaves an existing file as it was."""
+    """Merge adapters into the base as a file; returns counts and bytes. Raises InputError; an old file then stays."""
     check_rules(settings)
     start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGEABLE)
@@ -102,7 +102,8 @@ def _write_calibrated(
     settings: MergeSettings, merge_job: Merging, name: str, done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
 ) -> None:  # fmt: skip
-    """Write the merged file, rounded with data or as trained for it. Raises DoesNotFit if --memory is too small."""
+    """Write the merged file, with matrices rounded by what they compute on data, or as an adapter of `--aware` was
+    trained for them to be. Raises DoesNotFit if --memory is too small."""
     if merge_job.aware is not None:
         events.message(AWARE_MESSAGE)
         merge_job.write_file(settings.output, name, done=done)

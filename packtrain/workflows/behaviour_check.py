@@ -117,7 +117,7 @@ def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
 
 
 def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
-    """Return whether the budget leaves room for the vocabulary, and report if not."""
+    """Return whether the budget leaves memory to load a vocabulary, which answering needs; report if not."""
     release_memory()
     if budget is None or budget - private_nbytes() >= TOKEN_NBYTES * job.config.vocab_size:
         return True
@@ -205,12 +205,12 @@ def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def _spaced(text: str) -> str:
-    """Return a pattern of the text with any white space, which some vocabularies add beside control tokens."""
+    """Return a pattern of the text with any white space in it, which some vocabularies add beside control tokens."""
     return r"\s*".join(map(re.escape, text.split()))
 
 
 def answer_findings(answers: Sequence[CheckedAnswer]) -> Iterator[str]:
-    """Yield findings: tuned answers that do not end, or that all equal the base's."""
+    """Yield sentences about tuned answers that do not end, or that all equal the base's."""
     endless = sum(answer.is_endless for answer in answers)
     num_loops = sum(answer.tuned_ended == "loop" for answer in answers)
     if all(answer.tuned == answer.base for answer in answers):

@@ -28,7 +28,7 @@ ALREADY = (
 
 
 def calibrated_types(tensor_types: Mapping[str, Dtype], model: ModelFile) -> dict[str, Dtype]:
-    """Return the new types of the matrices whose codes are chosen by what they change on the data."""
+    """Return the new types, by name, of the block matrices that are quantized anew: data chooses how to round these."""
     entries = model.gguf.entries
     new_types = ((n, dtype) for n, dtype in tensor_types.items() if dtype != entries[n].dtype)
     return {n: dtype for n, dtype in new_types if n.startswith("blk.") and dtype.quantized}
@@ -38,7 +38,7 @@ def write(
     settings: QuantizeSettings, tensor_types: Mapping[str, Dtype], values: Mapping[str, MetadataValue],
     tensors: Mapping[str, DeferredTensor], events: Events,
 ) -> None:  # fmt: skip
-    """Write the quantized file, rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
+    """Write the quantized file, the blocks' matrices rounded with data. Raises InputError; DoesNotFit by --memory."""
     assert settings.calibrate is not None
     model = open_model(settings.model)
     tensor_entries = model.gguf.entries

@@ -25,7 +25,7 @@ SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 def calibration(
     settings: Any, model: ModelFile, events: Events, max_row_tokens: int = CONTEXT
 ) -> SampleBatches:
-    """Read the rows of --calibrate, or of --data, the same ones in each run. Raises InputError for unusable data.
+    """Return the data of --calibrate, or of --data, in rows that are the same in each run. Raises InputError.
 
     settings  of a command, with --memory and --columns
     """
@@ -40,7 +40,7 @@ def calibration(
 
 
 def enough(data: Path, rows: SampleBatches) -> SampleBatches:
-    """Return the rows if they have enough tokens to quantize by. Raises InputError."""
+    """Return the rows; raises InputError if they have fewer tokens than quantizing by them needs."""
     num_tokens = int((rows.samples.lengths - 1).sum())
     if num_tokens < MIN_TOKENS:
         fact = f"{data} has {num_tokens:,} tokens, too few to say what a model is for"
@@ -49,10 +49,8 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
 
 
 def compile_kernels(memory: str | None) -> None:
-    """With --memory, compile missing kernels within the limit. Raises DoesNotFit.
-
-    This process is still small then, so that a refusal names what is enough for all that follows.
-    """
+    """With --memory, compile missing kernels within the limit: this process is still small, so that a refusal names
+    what is enough for all that follows. Raises DoesNotFit."""
     if memory is not None:
         limit = parse_size(memory, "--memory")
         kernels.prepare(kernel_cache.kernel_modules(), limit, private_nbytes())
@@ -67,7 +65,7 @@ Reading = TypeVar("Reading", bound=_SizedReading)
 
 
 def fitting_reading(memory: str | None, readings: Iterable[Reading], work: str) -> Reading:
-    """Return the first reading plan that fits --memory. Raises DoesNotFit, which names the least that would do.
+    """Return the first plan of reading data in parts that fits --memory. Raises DoesNotFit, naming what would do.
 
     work  what is done with the data, in words
     """

@@ -81,7 +81,7 @@ class ChatSession:
         return None
 
     def answer(self, text: str) -> GeneratedText:
-        """Answer a message, reporting text as it is generated. A message that fails is removed again."""
+        """Return the answer to a message, and report its text as it comes. A message that fails is removed again."""
         self.messages.append({"role": "user", "content": text})
         try:
             variables = answer_variables(self._settings.reasoning != "off")
@@ -104,14 +104,14 @@ class ChatSession:
         return prompt_ids
 
     def tool_call_reader(self) -> ToolCallReader:
-        """Return what renders conversations with tools for the model, and reads the calls of its answers."""
+        """Return a reader that renders conversations with tools by the template, and parses calls in answers."""
         eog_texts = [
             generation_settings.token_text(self.tokenizer, id) for id in self.tokenizer.eog_ids
         ]
         return ToolCallReader(self._template, self._template_source, eog_texts)
 
     def reply(self, prompt_text: str) -> GeneratedText:
-        """Answer a rendered conversation, which leaves `messages` as they are. Raises ConversationTooLong."""
+        """Return the answer to a rendered conversation; `messages` stay as they are. Raises ConversationTooLong."""
         ids, s = self._prompt_ids(prompt_text), self._settings
         seed = (self._seed + self._num_answers) % (generation_settings.MAX_SEED + 1)
         self._num_answers += 1

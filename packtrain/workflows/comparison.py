@@ -145,7 +145,7 @@ class ComparedModel:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ComparisonResult:
-    """Measurements of all models; `same`: they tokenize the data alike, so that losses can be compared."""
+    """Measurements of all models, the base's first; `same`: they tokenize alike, so that losses can be compared."""
 
     questions: list[Question]
     subjects: list[ComparedModel]
@@ -157,7 +157,7 @@ class ComparisonResult:
 
 
 def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
-    """Measure the models and let them answer questions. Raises InputError, DoesNotFit, Interrupted."""
+    """Measure models, let them answer questions, and return the figures. Raises InputError, DoesNotFit, Interrupted."""
     final = _compile_pattern("--pattern", settings.pattern)
     style = None if settings.has is None else _compile_pattern("--has", settings.has)
     judge_command = None if settings.judge is None else parse_command(settings.judge)
@@ -199,7 +199,7 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
 
 
 def _measure_data(settings: CompareSettings, events: Events) -> EvalResult:
-    """Measure the models' losses on the data."""
+    """Return the models' losses on the data, and with --kl their divergences from the first."""
     names = {f.name for f in fields(EvaluateSettings)} & vars(settings).keys()
     options = {name: getattr(settings, name) for name in names}
     options["kl_base"] = settings.model[0] if settings.kl else None
@@ -274,7 +274,7 @@ def _load_questions(settings: CompareSettings) -> list[Question]:
 
 
 def _make_questions(data_record: Conversation | AnswerPair | PlainText) -> list[Question]:
-    """Return the last turn of a record; of a conversation with tools all turns of the assistant."""
+    """Return the questions of a record: its last turn; of a conversation with tools each turn of the assistant."""
     if isinstance(data_record, PlainText):
         advice = "only conversations have answers to compare"
         raise InputError(f"{data_record.location} is a text", advice)
@@ -330,7 +330,7 @@ def _answers(
 def _answer(
     chat_session: ChatSession, reader: ToolCallReader | None, question: Question
 ) -> ModelAnswer:
-    """Let the model answer a question, with its tools if there is a reader. Raises ConversationTooLong."""
+    """Return the model's answer to a question, with tools if there is a reader. Raises ConversationTooLong."""
     if reader is None:
         chat_session.messages = question.messages[:-1]
         return ModelAnswer(chat_session.answer(question.text).text.strip())

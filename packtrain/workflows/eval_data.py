@@ -143,14 +143,14 @@ class EvalData:
 
 
 class ReadingRows(NamedTuple):
-    """Rows that are read at a time, and the bytes that their losses take."""
+    """A plan of reading the data: rows of a batch, and the bytes of the arena that computes their losses."""
 
     rows: int
     nbytes: int
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
-    """Find the file or folder to measure, and its split if it is split as in finetune; "": all of it."""
+    """Return the file or folder to measure, and which split of it, made as in finetune; "": all. Raises InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:
@@ -177,7 +177,7 @@ class EvalDataLoader:
     report: ReportFunction
 
     def load(self, max_context: int) -> EvalData:
-        """Load the windows of a text, or else samples. Raises InputError."""
+        """Return the windows of a text, or else samples or questions. Raises InputError."""
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)
@@ -203,7 +203,7 @@ class EvalDataLoader:
         return self.settings.separator and unescape(self.settings.separator)
 
     def _windows(self, path: Path, ids: np.ndarray, bos_id: int | None, length: int) -> EvalData:
-        """Cut a text into windows, as llama-perplexity does."""
+        """Return a text in windows, cut and scored as llama-perplexity does."""
         if len(ids) < 3:
             raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
         if len(ids) < length:
@@ -222,7 +222,7 @@ class EvalDataLoader:
         return EvalData(batches, ids, description)
 
     def _questions(self, path: Path, length: int) -> EvalData:
-        """Read multiple choice; each choice is a row. Raises InputError."""
+        """Return questions with choices, each choice as a row. Raises InputError."""
         check_context(self.model.config, length, self.report)
         options = self.settings.skip_bad, self.settings.columns, self.report
         questions = multiple_choice.read_questions(path, self.model.tokenizer(), length, *options)
@@ -233,7 +233,7 @@ class EvalDataLoader:
         return EvalData(batches, samples.ids, description, questions)
 
     def _samples(self, path: Path, part: str, length: int) -> EvalData:
-        """Read documents or conversations in rows, as finetune's validation does."""
+        """Return documents or conversations in rows, as finetune's validation reads them."""
         settings = self.settings
         recipe = DatasetRecipe(
             path, self.model.gguf.path, length, everything=settings.all_positions, separator=self._separator,

@@ -69,7 +69,7 @@ class EvalResult:
 
 
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
-    """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
+    """Measure and return the losses of models on data. Raises InputError, and Interrupted if it is stopped."""
     if settings.data is None and settings.choices is None:
         raise InputError(
             "--data must be given: text or conversations; or --choices, a file of multiple choice"
@@ -108,7 +108,7 @@ def _divergences(
     settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], datasets: Mapping[Path, EvalData],
     device: Target, events: Events,
 ) -> dict[str, Divergence]:  # fmt: skip
-    """Measure how far each model is from --kl-base; {} without it. Raises InputError, Interrupted."""
+    """Return how far each model's predictions are from --kl-base's; {} without it. Raises InputError, Interrupted."""
     base_path, cache_type = settings.kl_base, settings.cache_type or "f32"
     if base_path is None:
         return {}
@@ -127,7 +127,7 @@ def _save_logits(
     settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], data: EvalData, device: Target,
     events: Events,
 ) -> None:  # fmt: skip
-    """Write --save-logits of the model. Raises InputError, Interrupted."""
+    """Write a model's predictions to the file of --save-logits, if it is given. Raises InputError, Interrupted."""
     if settings.save_logits is None:
         return
     if len(named_models) > 1:
@@ -156,7 +156,7 @@ def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tup
 
 
 def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device: Target) -> Losses:
-    """Create the function that yields the losses of batches."""
+    """Return the function that computes losses of batches: of whole rows at once, or through a KV cache."""
     batches, cache = data.batches, settings.cache_type or ("f32" if data.questions else None)
     if cache is None:
         run = loss_executor(
@@ -170,7 +170,7 @@ def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device
 def _measured(
     model_name: str, loss_function: Losses, data: EvalData, is_multiple: bool, events: Events
 ) -> np.ndarray:
-    """Measure the losses (N,) f32 of all scored tokens, and report progress. Raises InputError, Interrupted."""
+    """Return the losses (N,) f32 of all scored tokens, and report progress. Raises InputError, Interrupted."""
     batches = data.batches
     batch_losses, loss_sum, count, start_time = list[np.ndarray](), 0.0, 0, time.monotonic()
     data_label = f"{plural(batches.windows, 'window')}{f' of {model_name}' if is_multiple else ''}"

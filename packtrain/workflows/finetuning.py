@@ -28,14 +28,15 @@ from packtrain.workflows.training_result import TrainingResult
 
 
 def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
-    """Tune, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
+    """Tune a model, merge and measure; returns files, plan and losses. Raises InputError, DoesNotFit, DiskFull,
+    OSError, ArithmeticError."""
     if rank() == 0:
         _check_outputs(settings)
     return execute_run(settings, prepare, events, _before_steps, _after_steps)
 
 
 def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -> PlannedRun:
-    """Return the run with its plan, see `plan_run`, and with what its merge needs. Raises InputError."""
+    """Plan a run, see `plan_run`, and its merge; runs: whether it will be executed. Raises InputError."""
     run_plan = plan_run("finetune", settings, build_job, report, runs)
     if run_plan.refusal is not None:
         return run_plan

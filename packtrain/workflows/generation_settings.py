@@ -94,7 +94,7 @@ class DecodingOptions(ModelOptions):
 
     @property
     def is_drafting(self) -> bool:
-        """Whether tokens are guessed."""
+        """Whether a drafter guesses tokens."""
         return self.draft_lookup or self.model_draft is not None
 
 
@@ -139,9 +139,9 @@ class GenerationSettings(Sampling, DecodingOptions):
 def opened(
     settings: ModelOptions, report: ReportFunction, *, by_token: bool = False, extra_tensors: Sequence[str] = (),
 ) -> ModelFile:  # fmt: skip
-    """Open the model with the requested adapters. Raises InputError.
+    """Open the model with the requested adapters, precision and attention. Raises InputError.
 
-    by_token  each token has its own scales
+    by_token  each token has its own scales of the adapters
     extra_tensors    tensors that the file may have beside the model's
     """
     model = open_model(settings.model, extra_tensors)
@@ -161,7 +161,7 @@ def configured(model: ModelFile, settings: Any, report: ReportFunction) -> Model
 
 
 def choose_chat_template(name: str | None, model: ModelFile, events: Events) -> str:
-    """Return the source of the chat template `name`, by default the model's; reports a choice that needs a reason."""
+    """Return the source of the chat template `name`, by default the model's; reports why if that is not used."""
     metadata = model.gguf.metadata
     template = choose_template(metadata, template_source(metadata), name and load_template(name))
     if template.reason:
@@ -248,7 +248,7 @@ def make_drafters(
 
 
 def drafter_nbytes(settings: DecodingOptions, num_cells: int, num_texts: int) -> int:
-    """Return the private bytes of the drafters of so many texts, which share `num_cells` tokens of context."""
+    """Return the private bytes of the draft model's context of `num_cells` tokens, for `num_texts` texts; 0 without."""
     if settings.model_draft is None:
         return 0
     sizes, device = RunSizes.of(num_cells, 1), target(settings.device)
@@ -270,7 +270,7 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 
 
 def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
-    """Raise DoesNotFit or InputError if the model can have no such KV cache; loads the kernels for it."""
+    """Raise DoesNotFit for a KV cache that exceeds this machine, InputError for its type; prepares its kernels."""
     c, available_nbytes, dtype = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
     each = (heads * dtype.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))
@@ -306,10 +306,8 @@ PAGE_NBYTES, PART_NBYTES = 4096, 64 << 20  # bytes; a stop takes effect between 
 
 
 def warm(settings: DecodingOptions, model: ModelFile, events: Events) -> None:
-    """With --warmup, read every page of the experts' weights, if they may stay and fit into memory.
-
-    Then it does not matter which ones are chosen. Raises Interrupted if it is stopped.
-    """
+    """With --warmup, read all experts' weights from the file, if they may stay and fit into memory: then it does not
+    matter which ones a token chooses. Raises Interrupted if it is stopped."""
     if not settings.warmup or settings.resident is not None:
         return
     expert_names = [name for name in model.gguf.entries if name.endswith(EXPERT_SUFFIX)]

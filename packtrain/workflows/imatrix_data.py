@@ -18,7 +18,7 @@ IMATRIX_KEY = "quantize.imatrix"
 def weights(
     settings: QuantizeSettings, gguf: GGUF, events: Events
 ) -> tuple[dict[str, np.ndarray], dict[str, MetadataValue]]:
-    """Load the column weights of each matrix, and metadata about their origin. Raises InputError."""
+    """Load the weights (mean squares of inputs) of each matrix, and metadata about their origin. Raises InputError."""
     assert settings.imatrix is not None
     importance = load_importance(settings.imatrix)
     weights_by_name = dict[str, np.ndarray]()

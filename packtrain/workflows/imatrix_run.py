@@ -41,7 +41,7 @@ class ImatrixResult:
 
 
 def imatrix(settings: ImatrixSettings, events: Events) -> ImatrixResult:
-    """Measure the importance matrix and write the file. Raises InputError, and DoesNotFit if --memory is too small."""
+    """Measure an importance matrix and write its file; returns its counts. Raises InputError, DoesNotFit."""
     start_time = time.perf_counter()
     model = open_model(settings.model)
     input_paths = [*model.gguf.paths, *data_files(settings.data)]

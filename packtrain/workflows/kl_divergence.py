@@ -47,7 +47,7 @@ class Divergence:
 
     @property
     def quantiles(self) -> dict[float, float]:
-        """The median of the divergences, and what 99 and 99.9 % of them are below."""
+        """The divergences' quantiles in nats, by the share that is below: 0.5 (the median), 0.99 and 0.999."""
         return dict(zip(QUANTILES, map(float, np.quantile(self.kl, QUANTILES)), strict=True))
 
     @property
@@ -57,12 +57,12 @@ class Divergence:
 
     @property
     def perplexity_ratio(self) -> MeanEstimate:
-        """The model's perplexity divided by the reference's; its error counts what both have in common only once."""
+        """The model's perplexity divided by the reference's, with the error of the mean difference of their losses."""
         return MeanEstimate.of(self.losses - self.reference_losses).exponential
 
 
 class CachedPredictions:
-    """A model that reads texts through a KV cache, as it does when it writes."""
+    """A model that reads batches of texts through a KV cache, as it does when it writes."""
 
     def __init__(
         self, model: ModelFile, num_cells: int, device: Target, cache_type: str = "f32", *, swa_full: bool = True
@@ -73,10 +73,8 @@ class CachedPredictions:
         )  # fmt: skip
 
     def rows(self, batch: Batch) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield log-probabilities (V,) f64 at each scored position, and the token that follows there.
-
-        A text reuses the cells of the tokens with which the text before begins, too.
-        """
+        """Yield log-probabilities (V,) f64 at each scored position, and the token that follows there. Tokens with which
+        the previous text begins, too, are not read again."""
         context = self._context
         for ids, places, targets in scored_sequences(batch):
             num_cached = context.reuse(0, ids[: places[0] + 1])
@@ -92,7 +90,7 @@ class CachedPredictions:
 
 
 def scored_sequences(batch: Batch) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Yield the token ids of each sample of a batch that has targets, the places (N,) before these, and targets."""
+    """Yield each scored sample of a batch: its token ids, the positions (N,) that are scored, and their next tokens."""
     num_skipped = batch["tokens"].shape[1] - batch["targets"].shape[1]
     names = "tokens", "seq", "targets", "weights"
     for tokens, seq, targets, weights in zip(*(batch[name] for name in names), strict=True):
@@ -106,7 +104,7 @@ def scored_sequences(batch: Batch) -> Iterator[tuple[list[int], np.ndarray, np.n
 def measure_divergence(
     base: ModelFile | SavedLogits, model: ModelFile, batches: Batches, cache_type: str, device: Target, events: Events
 ) -> Divergence:  # fmt: skip
-    """Compare a model with its base on batches. Raises InputError if they do not match, and Interrupted."""
+    """Return how far a model is from its base on batches. Raises InputError if they do not match, and Interrupted."""
     if isinstance(base, SavedLogits):
         base.check(saved_logits.windows_of(batches, "--kl-base"), model.config.vocab_size)
     else:
@@ -125,7 +123,7 @@ def measure_divergence(
 def read_batches(
     batches: Batches, is_stopped: Callable[[], bool], progress: Counted | None = None
 ) -> Iterator[Batch]:
-    """Yield the batches, and report those that are done to `progress`. Raises Interrupted."""
+    """Yield the batches until `is_stopped()`, and report how many are done to `progress`. Raises Interrupted."""
     for i in range(len(batches)):
         if is_stopped():
             raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
@@ -138,7 +136,7 @@ def kl_divergence(
     reference: Iterable[tuple[np.ndarray, int]], model: Iterable[tuple[np.ndarray, int]],
     min_logprob: float = -math.inf,
 ) -> Divergence:  # fmt: skip
-    """Compare the predictions of two models up to the end of the shorter ones.
+    """Return how far the predictions of two models are apart, up to the end of the shorter ones.
 
     min_logprob  tokens that are no likelier by the reference do not count
     """

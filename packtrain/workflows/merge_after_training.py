@@ -17,7 +17,7 @@ from packtrain.common.errors import DoesNotFit
 from packtrain.common.events import Events
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.common.text import plural
-from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, reading
+from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, best_reading
 from packtrain.conversion.calibration.merge_writer import AdapterMerge
 from packtrain.conversion.calibration.rounding_types import larger_types, parse_tensor_types
 from packtrain.dtypes import DTYPES, Dtype
@@ -67,7 +67,7 @@ class MergeLosses:
 
 @dataclass(frozen=True, slots=True)
 class FinishedFinetune:
-    """A fine-tuning run after its last step."""
+    """A fine-tuning run after its last step: writes the result, measures it, and suggests a better merge."""
 
     job: TrainingJob
     shape: StepShape
@@ -211,7 +211,7 @@ class FinishedFinetune:
 
 
 def note(run_plan: PlannedRun) -> Iterator[str]:
-    """Yield lines about the merge for the printed plan."""
+    """Yield lines for the printed plan about the memory and the data of the merge after the run."""
     adapter = _placeholder_adapter(run_plan.job)
     if adapter is None:
         return
@@ -271,10 +271,12 @@ def is_calibrated(settings: TuneSettings) -> bool:
 
 
 def reading_of(job: TrainingJob, merge: AdapterMerge, limit: int | None) -> ReadingPlan | None:
-    """Return how a calibrated merge reads the run's data within `limit` bytes; None if it cannot."""
+    """Return how much of the run's data a calibrated merge reads at a time within `limit` bytes; None if none fits."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
-    return reading(merge.sizing_model, merge.calibrated, data.time, data.windows, limit, target)
+    return best_reading(
+        merge.sizing_model, merge.calibrated, data.time, data.windows, limit, target
+    )
 
 
 def make_merge(

@@ -1,4 +1,4 @@
-"""Serving a model over HTTP."""
+"""Loading a server of a model, which answers over HTTP: its settings, contexts and engine."""
 
 import hashlib
 from dataclasses import dataclass
@@ -186,7 +186,7 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
 def make_engine(
     settings: ServeSettings, model: ModelFile, tokenizer: Tokenizer, context: Context
 ) -> ServingEngine:
-    """Create the drafters, and start the engine. Raises InputError, DoesNotFit."""
+    """Create the drafters and the engine, whose thread starts. Raises InputError, DoesNotFit."""
     num_cells = context.cache.num_cells
     drafters = generation_settings.make_drafters(settings, model, num_cells, settings.parallel)
     return ServingEngine(
@@ -197,10 +197,8 @@ def make_engine(
 
 
 def adapter_file(path: Path) -> AdapterFile:
-    """Return the names and the hash by which clients tell adapters apart.
-
-    A base is known by the fingerprint of runs: hashing its gigabytes at each start is too slow.
-    """
+    """Return the names and the hash by which clients tell adapters apart. (A base is known by a fingerprint: hashing
+    its gigabytes at each start is too slow.)"""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     folder = path.absolute().parent

@@ -26,7 +26,7 @@ EXAMPLE = '{"question": "…", "choices": ["…", "…"], "answer": 0}'
 
 @dataclass(frozen=True, slots=True)
 class ChoiceQuestion:
-    """A question with its choices, each of its tokens (T,), of which those from `start` on are the choice."""
+    """A question; `ids`: the tokens (T,) of question and choice, for each choice, which begins at index `start`."""
 
     choices: list[str]
     answer: int
@@ -56,7 +56,7 @@ class ChoiceScores:
 
 
 def score_choices(questions: Sequence[ChoiceQuestion], losses: np.ndarray) -> ChoiceScores:
-    """Score questions from the losses (N,) of all tokens of their choices, in order."""
+    """Return scores of questions from the losses (N,) of all tokens of all choices, one after the other."""
     counts = [len(x) - q.start for q in questions for x in q.ids]
     sums = -np.add.reduceat(losses.astype(np.float64), np.cumsum([0, *counts[:-1]]))
     logprobs = np.split(sums, np.cumsum([len(q.choices) for q in questions[:-1]]))
@@ -124,7 +124,7 @@ def _parse_question(record: dict[str, Any], location: str, tokenizer: Tokenizer)
 
 
 def _column(record: dict[str, Any], names: Sequence[str], location: str) -> Any:
-    """Return the value of the first of these columns. Raises InputError."""
+    """Return the value of the first of these columns that a row has. Raises InputError if it has none."""
     for name in names:
         if record.get(name) is not None:
             return record[name]

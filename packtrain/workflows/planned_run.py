@@ -81,7 +81,7 @@ class PlannedRun:
         return json.dumps(summary | {"budget_bytes": self.budget, "rows": self._memory_rows()})
 
     def _memory_rows(self) -> list[tuple[str, int, str]]:
-        """Return rows (name, bytes, reason) of the process's memory, the arena last."""
+        """Return rows (name, bytes, reason) of what the process's memory is for, the arena last."""
         arena = self.plans.largest_plan_in(HOST).arena(HOST)
         arena_row = ("arena", arena.nbytes, "activations, gradients, workspaces")
         return [*memory_rows(self.plans), arena_row]
@@ -216,7 +216,7 @@ def _request(
 def _plan_job(
     job: TrainingJob, request: PlanRequest, shared_decision: tuple[StepShape, bool] | None, report: ReportFunction,
 ) -> tuple[TrainingJob, TrainingPlans, PlanRequest]:  # fmt: skip
-    """Plan the job with moments on the device or offloaded to this process: as requested, or what fits and is faster.
+    """Return job, plans and request, with the optimizer's moments on the device or in this process, as is faster.
 
     shared_decision  of rank 0: the shape, and whether moments are offloaded; None: decide here
     """
@@ -254,7 +254,7 @@ def _plan_job(
 
 
 def _private_limit(settings: RunSettings, page_nbytes: int = 0) -> int | None:
-    """Return the limit on private memory beside so many bytes of pages; None without one. Raises InputError."""
+    """Return the limit on private bytes of --memory and --resident, beside `page_nbytes`; None: no limit."""
     limits = [] if settings.memory is None else [parse_size(settings.memory, "--memory")]
     if settings.resident_nbytes is not None:
         limits.append(settings.resident_nbytes - page_nbytes)
@@ -264,7 +264,7 @@ def _private_limit(settings: RunSettings, page_nbytes: int = 0) -> int | None:
 def _plan_in_pages(
     job: TrainingJob, limit: int, request: PlanRequest, report: ReportFunction
 ) -> TrainingPlans:
-    """Plan the job with a limit on its private memory and the pages of its base. Raises InputError."""
+    """Return plans of the job with a limit on its private memory and the pages of its base. Raises InputError."""
     if request.target != CPU or job.shape.world_size > 1:
         fact = "--resident and --strict need one process on the CPU"
         raise InputError(f"{fact}; leave them out")
@@ -297,7 +297,7 @@ def _build_checked_job(
 
 
 def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[BackendRates, int]:
-    """Return the rates of this machine for the job's data, and the tokens that its first step trains on."""
+    """Return this machine's speed for the job's data, in BackendRates, and the tokens that the first step trains on."""
     remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})
@@ -320,7 +320,7 @@ def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJ
 
 
 def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
-    """Return the shape with the checkpoint's micro-batch, chunk and tiles, which fix the order of additions."""
+    """Return the shape with a checkpoint's micro-batch, chunk and tiles, which fix the order of additions."""
     rows = int(checkpoint_info.get("rows", shape.micro_batch_size))
     chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.micro_batch_size * shape.num_micro_batches) % rows:
@@ -334,7 +334,7 @@ def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepSh
 
 
 def facts(run_plan: PlannedRun, peak_nbytes: int | None = None) -> dict[str, Any]:
-    """Return labels for pictures of the plan; `peak_nbytes` is the peak of a finished run."""
+    """Return arguments for pictures of the plan: title, limit, rows; `peak_nbytes`: the peak of a finished run."""
     target = run_plan.plans.target
     return {
         "title": run_plan.job.title, "budget_nbytes": target.limit if target.is_separate else run_plan.budget,

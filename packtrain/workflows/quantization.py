@@ -81,7 +81,7 @@ class WrittenModel:
 
 
 def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
-    """Quantize the model and write the file. Raises InputError, for values only after writing began."""
+    """Quantize a model into a file; returns counts. Raises InputError, for values only after writing began."""
     start_time, mix = time.perf_counter(), _requested_mix(settings)
     gguf = GGUF(settings.model)
     types = tensor_dtypes(
@@ -124,7 +124,7 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
 def _check_weights(
     gguf: GGUF, types: Mapping[str, Dtype], weights_by_tensor: Mapping[str, np.ndarray]
 ) -> None:
-    """Raise InputError if a tensor gets a type that needs column weights, and has none."""
+    """Raise InputError if a tensor's new type needs a weight for each column (importance), and there is none."""
     # importance matrices and data cover only blocks
     outside = {OUTPUT: "--output-tensor-type"} | dict.fromkeys(EMBEDDINGS, "--token-embedding-type")
     for name, entry in gguf.entries.items():
@@ -193,7 +193,7 @@ def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype
 def _maker(
     gguf: GGUF, entry: TensorInfo, dtype: Dtype, default_dtype: Dtype, weights: np.ndarray | None, events: Events,
 ) -> Callable[[], Iterator[np.ndarray]]:  # fmt: skip
-    """Return a function that converts a tensor part by part when it is written, and reports its error."""
+    """Return a function that yields a tensor's converted parts, when it is written, and then reports the error."""
     location = f"{gguf.path}: {entry.name}"
 
     def report_error(error: float) -> None:
@@ -238,7 +238,7 @@ def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def line(entry: TensorInfo, dtype: Dtype, error: float | None = None) -> str:
-    """Format a tensor's table row: name, shape, types, sizes and error (None if it was copied)."""
+    """Format a row of the printed table: name, shape, types, sizes and relative error (None: the tensor was copied)."""
     row_prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
         return f"{row_prefix} kept {entry.nbytes / MIB:18.2f} MiB"

@@ -102,7 +102,7 @@ def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Sho
 
 @contextmanager
 def reserve_page_memory(settings: RunSettings, will_run: bool) -> Iterator[None]:
-    """Take the memory of the page inside this block, so that a plan made there counts it."""
+    """Hold as many bytes as the page will need during the block, so that a plan made there counts them."""
     if settings.watch is None:
         yield
         return

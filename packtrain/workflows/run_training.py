@@ -1,8 +1,5 @@
-"""A training run from its settings to its result: planned, run, stopped, resumed.
-
-`workflows.training_run` and `workflows.finetuning` give what they do differently as functions. Progress is
-reported to `Events`.
-"""
+"""A training run from its settings to its result: planned, run, stopped, resumed, with progress reported to `Events`.
+`workflows.training_run` and `workflows.finetuning` give what they do differently as functions."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -87,7 +84,7 @@ def execute_run(
 def _execute_plan(
     run_plan: PlannedRun, train: Callable[[], TrainingResult], events: Events, after_steps: AfterSteps,
 ) -> TrainingResult:  # fmt: skip
-    """Execute a planned run; all work but the steps, by `train`, is done by rank 0."""
+    """Run the steps (`train`), whose result returns; rank 0 then draws the plan, reports, and calls `after_steps`."""
     if current_world().rank:
         return train()
     folder, resume, window = run_plan.job.settings.folder, run_plan.resume, run_plan.plans.window
@@ -112,7 +109,7 @@ def _execute_plan(
 
 
 def _start_run(run_plan: PlannedRun, events: Events) -> None:
-    """Report the plan, or raise why the run cannot start."""
+    """Report the plan, or raise the error that keeps the run from starting: it does not fit, or cannot resume."""
     if run_plan.refusal is not None:
         raise DoesNotFit(run_plan.refusal)
     events.plan(run_plan)
@@ -130,7 +127,7 @@ def _start_run(run_plan: PlannedRun, events: Events) -> None:
 def _train_steps(
     settings: RunSettings, run_plan: PlannedRun, before_steps: BeforeSteps, events: Events, show_run: ShowRun,
 ) -> TrainingResult:  # fmt: skip
-    """Run all steps up to the last or a stop, and return the result."""
+    """Train in a planned run up to its last step or a stop, and return the result."""
     folder, planned_nbytes, job = settings.folder, run_plan.planned_nbytes, run_plan.job
     is_writer = current_world().rank == 0
     if is_writer:
@@ -181,7 +178,7 @@ def _prepare_texts(
 
 
 def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
-    """Return a callback that compares each step's time with the estimate, but not in runs of several processes."""
+    """Return a callback (a step's seconds, steps left) that may return a remark on the estimate; not for ranks."""
     if current_world().world_size > 1:
         return lambda seconds, num_steps_left: None
     return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))
@@ -251,7 +248,7 @@ def _prepare_folder(settings: RunSettings, run_plan: PlannedRun) -> None:
 
 
 def _sample_text(job: TrainingJob, engine: TrainingEngine, tokenizer: Tokenizer) -> str:
-    """Generate text after --sample-prompt with the weights of the run."""
+    """Return text that the run's weights generate after --sample-prompt."""
     cells = job.config.context_length
     sizes = RunSizes(tuple(run_size for run_size in engine.run if isinstance(run_size, int)), 1)
     generator = Generator(Context.within(job.shape.config, CacheLayout(cells), sizes, engine.run))
@@ -305,7 +302,7 @@ def _report_lines(result: TrainingResult) -> Iterator[str]:
 
 
 def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool = True) -> str:
-    """Say in a sentence which step the result comes from, with validation losses.
+    """Return a sentence on which step the result comes from, with validation losses.
 
     is_best            the result is the step with the lowest validation loss, not the last
     has_several_evals  the run validated more than once
@@ -350,7 +347,7 @@ def check_ranks_agree(run_plan: PlannedRun) -> None:
 
 
 def _rank_facts(run_plan: PlannedRun) -> dict[str, Any]:
-    """Return what must be equal on all ranks: version, settings, data, and the checkpoint to resume from."""
+    """Return by name what must be equal on all ranks: version, settings, data, the checkpoint to resume from."""
     job_facts = {name: value for name, value in run_plan.job.about().items() if name != "sources"}
     checkpoint = run_plan.found
     checkpoint_hash = (

@@ -58,7 +58,7 @@ class SavedLogits:
         return SavedLogits(path, context, vocab_size, ids, codes.reshape(shape))
 
     def check(self, batches: PerplexityWindows, vocab_size: int) -> None:
-        """Raise InputError unless the file is of these windows, or of the first ones."""
+        """Raise InputError unless the file holds predictions for these windows, or for the first of them."""
         check_same_size(self.vocab_size, vocab_size)
         if batches.context != self.context:
             fact = f"--kl-base: the windows of {self.path} have {self.context:,} tokens"

@@ -43,7 +43,7 @@ class TextEmbeddings:
 
 
 def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
-    """Compute the embeddings of texts. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
+    """Return the embeddings of texts. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
     texts = [*settings.prompt]
     for text in texts:
         if any("\ud800" <= character <= "\udfff" for character in text):

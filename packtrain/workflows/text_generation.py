@@ -1,4 +1,4 @@
-"""Continue a prompt."""
+"""Continue a prompt: with one text, with several that have seeds of their own, or with the likeliest ones."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -55,7 +55,7 @@ class GenerateSettings(GenerationSettings):
 
 
 def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
-    """Continue the prompt. Raises InputError, DoesNotFit."""
+    """Continue the prompt, report text as it comes, and return all of it. Raises InputError, DoesNotFit."""
     settings.check()
     if settings.num_beams:
         reason = "with --num-beams, which searches for the likeliest text"
@@ -119,7 +119,7 @@ class SeveralTexts:
     events: Events
 
     def sample(self, grammar: Grammar | None, seed: int, size: int) -> GeneratedText:
-        """Generate --parallel answers, each with the seed after that of the previous answer."""
+        """Generate and return --parallel answers, each with the seed after that of the previous answer."""
         s = self.settings
         seeds = [(seed + n) % (generation_settings.MAX_SEED + 1) for n in range(s.parallel)]
         shown_index = -1

@@ -31,7 +31,7 @@ class ToolCallScore:
 
 
 def calls_of(message: Message) -> list[ToolCall]:
-    """Return the calls of a message of the data."""
+    """Return the calls (name, arguments) of a message of the data."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return [(function["name"], function["arguments"]) for function in functions]
 
@@ -43,14 +43,14 @@ def answer_text(message: Message) -> str:
 
 
 def score_calls(calls: Sequence[ToolCall], expected_calls: Sequence[ToolCall]) -> ToolCallScore:
-    """Compare calls in any order: `5` equals `5.0`, and the order of keys does not count."""
+    """Return how calls compare with the expected ones, in any order; `5` equals `5.0`, the order of keys is free."""
     names, expected_names = (sorted(name for name, _ in x) for x in (calls, expected_calls))
     values, expected_values = (sorted(map(_value_text, x)) for x in (calls, expected_calls))
     return ToolCallScore(bool(expected_calls), names == expected_names, values == expected_values)
 
 
 def _value_text(call: ToolCall) -> str:
-    """Return a text that only calls with equal values share."""
+    """Return a text of a call's name and arguments that is equal for equal values."""
     name, arguments = call
     arguments = read_value(arguments) if isinstance(arguments, str) else arguments
     values = json.loads(json.dumps([name, arguments]), parse_float=_parse_number)
@@ -62,7 +62,7 @@ def _parse_number(text: str) -> float:
 
 
 def call_shares(scores: Iterable[ToolCallScore]) -> Iterator[tuple[str, int, int]]:
-    """Yield the name of each share, its count of answers, and the count of all answers to which it applies."""
+    """Yield rows (what is right, in how many answers, of how many) for the calls of answers."""
     scores = [*scores]
     expected = [score for score in scores if score.is_expected]
     if expected:

@@ -56,7 +56,7 @@ class TrainingResult:
         return [r for r in read(self.folder / METRICS_FILE) if "loss" in r]
 
     def to_frame(self) -> Any:
-        """The history as a pandas DataFrame. Raises InputError without pandas."""
+        """The history as a pandas DataFrame, a row for each step. Raises InputError without pandas."""
         return to_frame(self.history)
 
     def plot(self) -> Html:

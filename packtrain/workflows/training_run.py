@@ -10,7 +10,7 @@ from packtrain.workflows.training_result import TrainingResult
 
 
 def train(settings: TrainSettings, events: Events) -> TrainingResult:
-    """Train a new model until the last step or a stop. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
+    """Train a new model to the last step or a stop. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
     return execute_run(settings, prepare, events)
 
 

@@ -128,7 +128,7 @@ class ProgressEvents(Events):
 
 
 def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
-    """Try each type and write the file. Raises InputError, DoesNotFit, Interrupted; nothing is written then."""
+    """Try each type, write the best file, and return all trials. Raises InputError, DoesNotFit, Interrupted."""
     _check_inputs(settings)
     compile_kernels(settings.memory)
     output = settings.output.resolve()
@@ -249,7 +249,7 @@ def _measure_file(
 def _candidates(
     settings: ChooseSettings, tuned: Path, events: Events
 ) -> Iterator[tuple[str, str, WriteFile]]:
-    """Yield name, rounding method and writer of each file to try."""
+    """Yield for each file to try its type's name, how it is rounded, and a function that writes it."""
     rounding_methods: list[tuple[str, Path | None]] = [(PLAIN_ROUNDING, None)]
     if settings.calibrate is not None:
         rounding_methods.append((WITH_DATA, settings.calibrate))
@@ -288,7 +288,7 @@ def _quantize(
 
 
 def _calibration_options(settings: ChooseSettings, data: Path | None) -> dict[str, Any]:
-    """Return the options of writing a file, with calibration if there is data."""
+    """Return the settings of writing a trial: it replaces the last one, with calibration if there is data."""
     data_options = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
     return {"overwrite": True, **(data_options if data else {})}
 

@@ -62,7 +62,7 @@ class StreamBlock:
 
 
 class StreamPair:
-    """Both streams of some batches, between two blocks.
+    """The residual streams of all batches, exact (x) and merged (z), which advance through a model block by block.
 
     adapted  the model with unmerged adapters of its blocks
     merged   matrices mapped from the file that is being written: each is read only after its final values are there
@@ -91,7 +91,7 @@ class StreamPair:
         return self.stream_graphs.build_block(i)
 
     def moments(self, site: MatrixInput, columns: slice, expert: int | None = None) -> InputMoments:
-        """Return sums over all tokens, or over those of one expert, of some columns of a site's input."""
+        """Sum over all tokens, or over those of one expert, ZᵀZ and (X - Z)ᵀZ of some columns of a matrix's input."""
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
@@ -115,7 +115,7 @@ class StreamPair:
         return InputMoments(squares, shift, num_tokens)
 
     def skip_blocks(self, blocks: int) -> None:
-        """Advance through the first blocks, in which nothing is merged: both streams are equal there."""
+        """Advance both residual streams through the first blocks, in which nothing is merged: there they are equal."""
         if not blocks:
             return
         for i in range(blocks):
@@ -144,7 +144,7 @@ class StreamPair:
 
 
 def padding_mask(batch: TokenBatch) -> np.ndarray:
-    """Return where rows are padding, (B, T)."""
+    """Return a bool mask (B, T), True where a row has padding."""
     return np.asarray((batch["tokens"] == 0) & (batch["targets"] == 0))
 
 
@@ -165,7 +165,8 @@ class StreamGraphs:
     def for_types(
         cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
     ) -> "StreamGraphs":
-        """Return graphs whose merged stream reads these matrices, of these types, from the merged file."""
+        """Return builders of graphs for the model with unmerged adapters (stream x), and for the file in which they are
+        merged (stream z), whose matrices have these types."""
         x = transformer.weights(adapted.config, adapted.matrix_dtypes())
         unmerged_leaves = {n: leaf for n, leaf in x.items() if n not in adapted.adapter_values}
         merged_leaves = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
@@ -173,7 +174,7 @@ class StreamGraphs:
         return cls(adapted, x, unmerged_leaves | merged_leaves, merged_names, shape)
 
     def embedding(self) -> Graph:
-        """Build the graph that embeds the tokens of a batch in both streams."""
+        """Build the graph that embeds a batch's tokens in both streams, exact (x) and merged (z)."""
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
         config, streams = self.adapted.config, {"x": self.x, "z": self.z}
         first = {n: transformer.embedding(config, w, tokens, pos) for n, w in streams.items()}
@@ -182,7 +183,7 @@ class StreamGraphs:
         return Graph(first)
 
     def build_block(self, i: int) -> StreamBlock:
-        """Build transformer block i in both streams and find the inputs of its matrices."""
+        """Build block i in both streams, exact (x) and merged (z), and find the inputs of its matrices."""
         config, seq_len = self.adapted.config, self.shape[-1]
         tokens, pos, seq = (input(name, self.shape, i32) for name in ("tokens", "pos", "seq"))
         tables = transformer.make_rope_tables(config, self.x, pos, seq_len)
@@ -206,7 +207,7 @@ class StreamGraphs:
 
 
 def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
-    """Return the inputs of the matrices that only the merged stream has, in computed order."""
+    """Find in a block's graph the inputs of the matrices that only the merged stream (z) has, in computed order."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):

@@ -37,7 +37,7 @@ def calibrate(
     max_columns: int | None = None, report_block: BlockProgress = lambda block, blocks: None, target: Target = CPU,
     searched: Collection[str] = (),
 ) -> dict[str, float]:  # fmt: skip
-    """Round these matrices in the file; return the relative error of each matrix's output, by name.
+    """Round matrices in the file so that their outputs on `batches` change least; return relative errors by name.
 
     model        the model whose outputs the rounded matrices should keep; `changes` reads the exact rows of a matrix
     max_columns  most columns that compensate each other's errors: the sums over their inputs have width² numbers
@@ -59,7 +59,9 @@ def calibrate(
             if names:
                 rounded = replace(matrix_input, matrix_names=tuple(names))
                 num_columns = max_columns or matrix_input.z.shape[-1]
-                for name, sum in _site(streams, rounded, arrays, changes, num_columns, searched):
+                for name, sum in _round_site(
+                    streams, rounded, arrays, changes, num_columns, searched
+                ):
                     sums[name] = sums.get(name, 0) + sum
         if i < last_block:
             streams.advance_through(block)
@@ -74,7 +76,7 @@ def _mapped(mapped_file: np.ndarray, gguf: GGUF, name: str) -> np.ndarray:
     return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, mapped_file.data, e.offset)
 
 
-def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
+def unmerged(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
     """Return the base with the unmerged adapters of its blocks; adapters outside of blocks only work merged."""
     block_adapters = []
     for adapter, scale in adapters:
@@ -83,14 +85,12 @@ def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
     return adapted(base, block_adapters)
 
 
-def _site(
+def _round_site(
     streams: StreamPair, site: MatrixInput, arrays: Mapping[str, np.ndarray], changes: Mapping[str, ReadRows],
     max_columns: int, searched: Collection[str],
 ) -> Iterator[tuple[str, np.ndarray]]:  # fmt: skip
-    """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
-
-    Yields each matrix's name with the squares of its error and of its output.
-    """
+    """Round the matrices that share an input (a site); experts with different inputs are calibrated one by one. Yields
+    each matrix's name with the squares of its error and of its output."""
     unit = UNIT_COLUMNS if any(dtype_of(arrays[name]).points for name in site.matrix_names) else 1
     num_columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
     for column_start in range(0, num_columns, max_columns):
@@ -134,18 +134,18 @@ class MatrixSlice:
         return cls(packed_rows[:, blocks], changed, range(first_row, first_row + num_rows), columns)
 
     def _row_parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield PART values at a time: quantized rows to write and their exact values."""
+        """Yield the slice's quantized rows, to be written, and their exact values, about PART values at a time."""
         num_rows = max(1, PART // (self.columns.stop - self.columns.start))
         for at in self.row_range[::num_rows]:
             row_stop = min(at + num_rows, self.row_range.stop)
             yield self.packed[at:row_stop], self.changed(at, row_stop)[:, self.columns]
 
     def output_power(self, squares: np.ndarray) -> float:
-        """Return the sum of squares of the outputs for inputs with these sums."""
+        """Return the sum over tokens of squared outputs W z, from the inputs' sums `squares` = ZᵀZ."""
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._row_parts()))
 
     def round(self, back: ErrorFeedback, weights: np.ndarray | None) -> float:
-        """Write rounded codes; return the squared output error. `weights` of columns let scales be searched anew."""
+        """Write rounded codes; return the squared output error. With `weights` of columns, scales are chosen anew."""
         error = 0.0
         for packed, exact_rows in self._row_parts():
             targets = back.row_targets(exact_rows)

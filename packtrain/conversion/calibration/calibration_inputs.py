@@ -1,6 +1,6 @@
 """Decides how many tokens a calibrated merge reads within a memory limit, before training starts.
 
-`reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if the minimum exceeds it.
+`best_reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if none fits.
 """
 
 import math
@@ -82,11 +82,12 @@ def _unpadded_rows(data: BatchSequence) -> Iterator[TokenBatch]:
             yield {name: values[row_index] for name, values in batch.items()}
 
 
-def reading(
+def best_reading(
     adapted: ModelFile, types: Mapping[str, Dtype], seq_len: int, num_rows: int, limit: int | None = None,
     target: Target = CPU,
 ) -> ReadingPlan | None:  # fmt: skip
-    """Return the plan of the most tokens, then columns, that fits `limit` bytes; None if not even the minimum fits."""
+    """Return the plan that fits `limit` bytes with the most calibration tokens, then the most columns that compensate
+    each other's rounding errors; None if none fits."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     return next((c for c in candidates if limit is None or c.nbytes <= limit), None)
 
@@ -142,14 +143,14 @@ def _ladder(max_batches: int, min_batches: int, max_width: int) -> Iterator[tupl
 
 
 def values_per_token(config: Config) -> int:
-    """Return the values of a token between blocks: the stream, and keys and values that later blocks share."""
+    """Return how many values of a token pass from block to block: the residual stream, and shared keys and values."""
     sources = {config.source_of(i) for i in range(config.block_count) if config.source_of(i) != i}
     kv_values = sum(2 * config.kv_heads_of(i) * config.width_of(i) for i in sources)
     return math.prod(config.stream_shape) + kv_values
 
 
 def _blocks_by_kind(adapted: ModelFile, names: Iterable[str]) -> list[int]:
-    """Return one block of each kind; kinds differ in their weights, sliding windows or rope."""
+    """Return one block for each combination of shapes, window and rope, so that not every block is planned."""
     config = adapted.config
     block_by_kind = {
         (*block_shapes(config, i).items(), config.window_of(i), config.rope_of(i)): i

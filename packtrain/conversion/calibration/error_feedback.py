@@ -60,13 +60,13 @@ class ErrorFeedback:
         return targets
 
     def target_rows(self, aim: np.ndarray) -> np.ndarray:
-        """Return targets (n, R) as rows (R, n), with columns in the matrix's own order."""
+        """Return targets (n, R), sorted by `order`, as rows (R, n) of the matrix, with columns in its own order."""
         matrix_rows = np.empty(aim.shape[::-1], np.float32)
         matrix_rows[:, self.order] = aim.T
         return matrix_rows
 
     def round_targets(self, aim: np.ndarray, rounder: ColumnRounder) -> float:
-        """Choose codes for targets (n, R), which are overwritten; return the squared error of the outputs."""
+        """Round targets (n, R) in place, column by column, compensating earlier errors; returns the squared error."""
         total_error, errors = 0.0, np.empty((BLOCK, aim.shape[1]), np.float32)
         for start in range(0, len(aim), BLOCK):
             stop = min(start + BLOCK, len(aim))
@@ -94,10 +94,8 @@ class ErrorFeedback:
 
 
 def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> ErrorFeedback:
-    """Compute error feedback from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused.
-
-    unit  number of columns that are rounded together, which divides n
-    """
+    """Compute error feedback from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused; columns are
+    rounded `unit` at a time, which divides n."""
     diagonal, n = squares.diagonal().astype(np.float64), len(squares)
     unit_order = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
     column_order = (unit_order[:, None] * unit + np.arange(unit)).reshape(-1)

@@ -36,7 +36,8 @@ class PointRounder:
         self._features = np.concatenate([grid[:, left_axis] * grid[:, second], grid], 1).T.copy()
 
     def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Return values (8, R) for targets (8, R) of eight neighbouring columns; `factor` is their corner of U."""
+        """Return grid values (8, R) for targets (8, R) of eight neighbouring columns; `factor` (8, 8) is their corner
+        of ErrorFeedback.factor."""
         at, width, rounded = columns[0] // UNIT_COLUMNS, self.points.width, np.empty_like(aim)
         scale = self.row_scales[columns[0] // self.points.group_size]
         shift = np.float32(0) if self.row_shifts is None else self.row_shifts[at] * scale

@@ -104,10 +104,8 @@ def measure_importance(
     model: ModelFile, groups: Sequence[Sequence[block_streams.TokenBatch]], source_text: str,
     report_block: BlockProgress = lambda block, blocks: None,
 ) -> ImportanceMatrix:  # fmt: skip
-    """Sum squared inputs over all tokens that are not padding, a group of batches at a time.
-
-    Inputs that all experts of a stack read, as those of ffn_gate_exps, count for each expert.
-    """
+    """Sum the squared inputs of each matrix over all tokens but padding, a group of batches at a time. Inputs that all
+    experts of a stack read, as those of ffn_gate_exps, count for each expert."""
     stored = {n: array for n, array in model.stored().items() if n in model.matrix_dtypes()}
     block_matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
     running_sums, num_blocks = RunningSums(), model.config.block_count
@@ -133,7 +131,7 @@ def _add_block(
     streams: block_streams.StreamPair, block: block_streams.StreamBlock, running_sums: RunningSums,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Add the inputs of a block's matrices to the running sums, and advance the stream through the block."""
+    """Add the squared inputs of a block's matrices to `running_sums`, and advance the residual stream to the next."""
     shared_z = {n: shared_tensor for n, shared_tensor in block.shared.items() if n.startswith("z")}
     outputs = {"z": block.z, **shared_z}
     for number, site in enumerate(block.matrix_inputs):
@@ -160,7 +158,7 @@ def _input_sums(
     site: block_streams.MatrixInput, x: np.ndarray, real_rows: np.ndarray, expert: np.ndarray | None,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:  # fmt: skip
-    """Yield for each matrix of a site its name, sums (experts, columns) and counts."""
+    """Yield the name of each matrix that reads x, its sums of squared inputs (experts, columns), and token counts."""
     for name in site.matrix_names:
         stacks = len(matrix_arrays[name]) if matrix_arrays[name].ndim > 2 else 1
         if expert is None:

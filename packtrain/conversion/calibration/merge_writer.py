@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.common.files import atomic_path
-from packtrain.conversion.calibration.calibrated_rounding import BlockProgress, additions, calibrate
+from packtrain.conversion.calibration.calibrated_rounding import BlockProgress, calibrate, unmerged
 from packtrain.conversion.calibration.calibration_inputs import BatchSequence, ReadingPlan
 from packtrain.dtypes import Dtype
 from packtrain.gguf import MetadataValue, TensorInfo, tensor_nbytes
@@ -65,11 +65,11 @@ class AdapterMerge:
     @property
     def adapted(self) -> ModelFile:
         """The base with the unmerged adapters of its blocks."""
-        return additions(self.base, self.adapters)
+        return unmerged(self.base, self.adapters)
 
     @property
     def sizing_model(self) -> ModelFile:
-        """A model of the sizes of `adapted`, with the values of the first adapter of each matrix, for planning."""
+        """A stand-in for `adapted` in memory planning; of several adapters of a matrix it has only the last."""
         pairs = {n: pair for adapter, _ in self.adapters for n, pair in adapter.lora_pairs.items()}
         block_pairs = {name: pair for name, pair in pairs.items() if name.startswith("blk.")}
         ranks = tuple((name, b.shape[-1]) for name, (_, b) in block_pairs.items())

@@ -30,7 +30,7 @@ class RowGrid:
     table: np.ndarray | None = None
 
     def nearest_codes(self, steps: np.ndarray) -> np.ndarray:
-        """Return the nearest codes of values in steps, f32 or integers."""
+        """Return the codes nearest to values (x - low) / step: as f32, or with a table as integers."""
         if self.table is None:
             codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.num_levels - 1))
         else:
@@ -38,7 +38,7 @@ class RowGrid:
         return codes
 
     def code_steps(self, codes: np.ndarray) -> np.ndarray:
-        """Return u8 codes as values in steps, a new f32 array."""
+        """Return what u8 codes stand for before step and low are applied, as a new f32 array."""
         return codes.astype(np.float32) if self.table is None else self.table[codes]
 
 
@@ -107,7 +107,8 @@ def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
 
 
 def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
-    """Yield views (R, blocks, runs, bytes) of low and high bits, with their first bit in a code and their number."""
+    """Yield views (R, blocks, runs, bytes) of the codes' low bits, then of their high bits, with the first bit's place
+    in a code and the number of bits."""
     num_high_bits = (layout.num_codes >> layout.num_low_bits).bit_length() - 1
     run_places = [(layout.quads, layout.runs, 0, layout.num_low_bits)]
     if num_high_bits > 0:

@@ -50,10 +50,8 @@ def parse_tensor_types(
 def larger_types(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], errors: Mapping[str, float]
 ) -> Iterator[dict[str, Dtype]]:
-    """Yield larger types by kind of matrix, to try in turn: a step for those that lose most, then the largest for all.
-
-    stored  present types by name;  errors  relative error of each matrix
-    """
+    """Yield larger types by kind of matrix, to try in turn: a step for those that lose most, by relative `errors` of
+    matrices, then the largest for all; `stored` has the present types."""
     kinds: dict[str, list[str]] = {}
     for name in stored:
         kinds.setdefault(kind_of(name), []).append(name)
@@ -61,20 +59,22 @@ def larger_types(
     nbytes_by_kind = {kind: sum(entries[n].nbytes for n in names) for kind, names in kinds.items()}
     first_types, nbytes_limit = dict[str, Dtype](), FIRST_SHARE * sum(nbytes_by_kind.values())
     for kind in sorted(kinds, key=lambda kind: -error_by_kind[kind]):
-        step = _above(stored, entries, kinds[kind])
+        step = _richer_types(stored, entries, kinds[kind])
         if step and sum(nbytes_by_kind[first_kind] for first_kind in first_types) < nbytes_limit:
             first_types[kind] = step[0]
     if first_types:
         yield first_types
-    largest = {kind: step[-1] for kind in kinds if (step := _above(stored, entries, kinds[kind]))}
+    largest = {
+        kind: step[-1] for kind in kinds if (step := _richer_types(stored, entries, kinds[kind]))
+    }
     if largest and largest != first_types:
         yield largest
 
 
-def _above(
+def _richer_types(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], names: list[str]
 ) -> list[Dtype]:
-    """Return the types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
+    """Return types with more bits a value than the matrices `names`, fewest first: up to q8_0, else one of 16 bits."""
     current_bits, width = max(bits(stored[name]) for name in names), entries[names[0]].shape[-1]
     fitting_types = (d for d in MERGEABLE if bits(d) > current_bits and width % d.block == 0)
     sorted_types = sorted(fitting_types, key=bits)

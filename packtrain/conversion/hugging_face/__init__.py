@@ -67,10 +67,8 @@ def convert(
 
 
 def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
-    """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it.
-
-    base  the model of which the file is an adapter
-    """
+    """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it, or with its
+    `base` if the file is an adapter."""
     try:
         model = open_model(base or part_path)
         model = adapted(model, read_scaled((f"{part_path}:1",), model.gguf)) if base else model

@@ -139,7 +139,7 @@ def _bias_names(c: HFConfig, family: Family) -> tuple[str, ...]:
 def _common_keys(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family
 ) -> Keys:
-    """Return the metadata keys that all architectures have, but those that the family's converter omits."""
+    """Return the GGUF metadata that all architectures have, but for keys that the family's converter omits."""
     eps_name = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
     keys: Keys = {
         "context_length": sizes.context_length, "embedding_length": sizes.embedding_length,

@@ -209,7 +209,9 @@ def convert_tensors(
     for i in range(config.block_count):
         tensors += _block_tensors(sources, i, config, family)
     norm = f"{names.prefix}{names.norm}"
-    tensors += _both(sources, norm, config.traits.last_norm, (width,), config, family.norm_shift)
+    tensors += _with_bias(
+        sources, norm, config.traits.last_norm, (width,), config, family.norm_shift
+    )
     tensors += _head_tensors(sources, embedding, config)
     sources.check_all_used()
     changes = family.changes(checkpoint.config, config)
@@ -229,11 +231,11 @@ def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Confi
         reason = "files of its architecture have no head of their own"
         raise InputError(f"{sources.folder}: {name} is not the embedding; {reason}")
     else:
-        yield from _both(sources, HEAD_PREFIX[:-1], "output", embedding.shape, config)
+        yield from _with_bias(sources, HEAD_PREFIX[:-1], "output", embedding.shape, config)
 
 
 def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
-    """Return a tensor outside blocks; embeddings for blocks may lack the last tokens, those of images and sounds."""
+    """Return a tensor outside blocks; tables of per-block embeddings may lack rows for image and sound tokens."""
     if "{}" in key:
         return _stack_tensors(sources, key, name, shape)
     stored = sources.tensors.get(key)
@@ -248,7 +250,7 @@ def _part_name(name: str) -> str:
     return (name.split(".", 2)[2] if name.startswith("blk.") else name).removesuffix(".weight")
 
 
-def _both(
+def _with_bias(
     sources: _Sources, module: str, name: str, shape: Shape, config: Config, shift: float = 0.0
 ) -> Converted:
     """Yield a weight, and its bias if the model has one."""
@@ -376,6 +378,6 @@ def _stack_tensors(sources: _Sources, key: str, name: str, shape: Shape) -> Conv
 
 
 def turned_heads(config: Config, family: arch.Family) -> dict[str, int]:
-    """Return the number of heads by tensor whose rows are permuted in GGUF files, because checkpoints pair halves."""
+    """Return {tensor: heads} whose rows GGUF files permute, because checkpoints pair a head's halves for rope."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

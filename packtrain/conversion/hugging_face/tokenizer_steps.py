@@ -109,13 +109,13 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
 
 
 def _prepend_scheme(metaspace: Step) -> str:
-    """Return where a Metaspace puts spaces before words: always, first or never."""
+    """Return when a tokenizer.json's Metaspace step puts spaces before words: always, first or never."""
     default_scheme = "never" if metaspace.get("add_prefix_space") is False else "always"
     return str(metaspace.get("prepend_scheme") or default_scheme)
 
 
 def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: list[str]) -> None:
-    """Refuse added tokens that readers of the file would find elsewhere, or give other ids."""
+    """Raise InputError for added tokens that readers of a GGUF would find elsewhere in a text, or give other ids."""
     vocabulary = fast["model"]["vocab"]
     next_id = len(vocabulary)
     for token in map(as_object, as_list(fast.get("added_tokens"))):
@@ -247,7 +247,7 @@ def _split_pattern(path: Path, step: Step) -> str:
 
 
 def _check_made(path: Path, fast: Step, steps: TokenizerSteps, merges_differ: bool) -> None:
-    """Refuse tokens that merges do not make, if file and GGUF differ in whether such words are tokens."""
+    """Raise InputError for tokens that merges cannot build, if only one of file and GGUF looks whole words up first."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
     added_texts = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
     for text in set(fast["model"]["vocab"]) - added_texts - {*BYTE_NAMES} if merges_differ else ():

@@ -62,7 +62,7 @@ def vocabulary_metadata(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
-    metadata = _more_ends(checkpoint, tokenizer, notes) | metadata
+    metadata = _extra_ends(checkpoint, tokenizer, notes) | metadata
     joins_spaces = model is not None and not model.unigram and model.joins_spaces
     if table.about.get("split_special_tokens"):
         notes.append(
@@ -80,7 +80,7 @@ def vocabulary_metadata(
 
 
 def _space_prefix(table: "_VocabularyFiles", family: Family) -> bool | None:
-    """Return whether readers put a space before a text; None if the file need not say so."""
+    """Return GGUF's add_space_prefix: whether tokenizers put a space before a text; None if the key is not needed."""
     flag_value = table.about.get("add_prefix_space")
     by_family = family.space_prefix
     steps = table.steps
@@ -199,7 +199,7 @@ def _looks_special(text: str) -> bool:
 
 
 def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str, MetadataValue]:
-    """Return the values for a tokenizer.model: pieces, then added tokens; drops ids beyond the vocabulary's size."""
+    """Return tokenizer.* metadata of a tokenizer.model: pieces, then added tokens, up to the vocabulary's size."""
     model = table.piece_model
     assert model is not None
     for id, (token_text, token_type, score) in enumerate(model.pieces[: len(table.tokens)]):
@@ -223,7 +223,7 @@ def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str
 
 
 def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, MetadataValue]:
-    """Return the values for a tokenizer.json: byte-level BPE, or SentencePiece's BPE with scores and maybe merges."""
+    """Return tokenizer.* metadata of a tokenizer.json: byte-level BPE, or SentencePiece's BPE with scores or merges."""
     path, tokenizer_json, steps = table.path, table.fast, table.steps
     if steps is None:
         fact = f"{table.folder}: there is no tokenizer.model and no tokenizer.json"
@@ -297,10 +297,10 @@ def _special_ids(
     return values_by_key
 
 
-def _more_ends(
+def _extra_ends(
     checkpoint: CheckpointFolder, tokenizer: Tokenizer, notes: list[str]
 ) -> dict[str, MetadataValue]:
-    """Return keys of two more ids at which the checkpoint's answers end, if readers do not know them by their texts."""
+    """Return metadata of up to two end-of-answer ids of the checkpoint that readers of a GGUF would not know."""
     configs = checkpoint.config.json_values, _optional(checkpoint.folder / "generation_config.json")
     end_lists = (x if isinstance(x := c.get("eos_token_id"), list) else [x] for c in configs)
     ids = [i for i in chain(*end_lists) if type(i) is int and 0 <= i < tokenizer.vocab_size]

@@ -95,7 +95,7 @@ class ChatTemplate:
 
 
 def answer_variables(thinks: bool = True) -> dict[str, Any]:
-    """Return the template's variables for an answer: whether the model thinks, and today's date. llama.cpp's."""
+    """Return a template's variables for an answer, llama.cpp's: whether the model thinks, and today's date."""
     return {"enable_thinking": thinks, "date_string": f"{datetime.now():%d %b %Y}"}
 
 

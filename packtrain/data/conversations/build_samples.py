@@ -76,7 +76,7 @@ class DatasetRecipe:
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
-    """Fill a folder with the samples of a recipe. Raises InputError for bad data."""
+    """Fill an empty folder with a recipe's tokenized samples; `room`: bytes left by --memory. Raises InputError."""
     file = GGUF(recipe.model)
     renderer_room = MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
     try:

@@ -99,10 +99,8 @@ class ConversationRenderer:
         self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
     def _find_thoughts(self, replies: tuple[Message, Message]) -> tuple[str, tuple[str, str]]:
-        """Return the field from which the template reads thoughts, and its texts before and after them; "" if none.
-
-        Some templates render thoughts only before tool calls.
-        """
+        """Return the message field from which the template reads thoughts, and its texts before and after them; "" if
+        none. Some templates render thoughts only before tool calls."""
         for reply, name in product(replies, THOUGHTS):
             if not self._shows([ASK, {**reply, name: PROBE}]):
                 continue
@@ -170,7 +168,7 @@ class ConversationRenderer:
     def _mark_blocks(
         self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], begins: bool = False,
     ) -> RenderedConversation:  # fmt: skip
-        """Render messages, with the spans of all generation blocks; `begins` as for `prompt`."""
+        """Render messages, with the spans of all their generation blocks; `begins` adds a generation prompt."""
         marks = {"extra_variables": {**options.get("extra_variables", {}), **BLOCK_MARKS}}
         parts = BLOCK.split(self._text(messages, tools, add_generation_prompt=begins, **marks))
         text = self._text(messages, tools, add_generation_prompt=begins, **options)
@@ -199,11 +197,7 @@ class ConversationRenderer:
     def prompt(
         self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
     ) -> str:  # fmt: skip
-        """Render the text up to the next answer.
-
-        variables  variables of the template, beside its own
-        begins     whether the text includes the beginning of the answer
-        """
+        """Render the text up to the next answer, with `begins` its beginning, too; `variables` are for the template."""
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 
@@ -260,7 +254,7 @@ class ConversationRenderer:
     # ---- what templates do not support
 
     def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
-        """Return messages and tools in a form that the template supports."""
+        """Return messages and tools as the template supports them, such as a system message joined to the user's."""
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM_NOTE] += 1
@@ -286,7 +280,7 @@ class ConversationRenderer:
         return {**message, "content": content, self._thought_field: thoughts[0]}
 
     def _adapt_message(self, message: Message) -> Message:
-        """Return a message in a form that the template supports."""
+        """Return a message as the template supports it: tool calls or results, for example, may become plain text."""
         if message["role"] == "assistant":
             message = self._adapt_thoughts(message)
         if message.get("tool_calls") and not self.takes_calls:
@@ -303,7 +297,7 @@ class ConversationRenderer:
 
 
 def _first_block(prompt: RenderedConversation, text: RenderedConversation) -> int:
-    """Return the index of an answer's first block: that after the blocks which its prompt has, too."""
+    """Return which generation block of `text` is the answer's first: the first that `prompt`, text before it, lacks."""
     pairs = enumerate(zip(prompt.trained_texts, text.trained_texts, strict=False))
     num_parts = min(len(prompt.trained_texts), len(text.trained_texts))
     first = next((k for k, (a, b) in pairs if a != b), num_parts)

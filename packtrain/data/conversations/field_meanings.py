@@ -73,7 +73,7 @@ TURN = MESSAGE | _table(
 
 
 def check(field_values: Mapping[str, Any], location: str, field_table: FieldTable) -> None:
-    """Raise InputError for the first field whose value has a meaning that packtrain would ignore."""
+    """Raise InputError for the first field that in data of other tools has a meaning which packtrain would ignore."""
     for name in sorted(field_values.keys() & field_table.keys()):
         tools, meaning, refused_values, harmless_values = field_table[name]
         text = str(field_values[name]).strip().lower()

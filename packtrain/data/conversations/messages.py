@@ -10,7 +10,7 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.field_meanings import LOSS, MESSAGE, PART, TURN, check, weight_of
-from packtrain.data.text.documents import sound
+from packtrain.data.text.documents import valid_text
 
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -107,7 +107,7 @@ def parse_if_json(value: Any, at: str) -> Any:
 
 
 def question(turns: Any, tools: Any, location: str) -> Conversation:
-    """Build a conversation that waits for an answer; contents may be empty."""
+    """Build a conversation that waits for an answer, from a chat request's messages; contents may be empty."""
     messages = read_messages(turns, location, "messages", allow_empty=True)
     _assign_call_ids(messages)
     return Conversation(location, messages, _check_tools(tools, location))
@@ -147,7 +147,7 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
     if turn.get("reasoning"):
         extra_fields.setdefault("reasoning_content", turn["reasoning"])
     for thought_field in ("reasoning_content", "thinking"):
-        sound(extra_fields.get(thought_field) or "", f"{at}: {thought_field}", RECORD_ADVICE)
+        valid_text(extra_fields.get(thought_field) or "", f"{at}: {thought_field}", RECORD_ADVICE)
     extra_fields |= {} if allow_empty else weight_of(turn, role, at)
     if calls:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
@@ -177,8 +177,10 @@ def _content(content: Any, at: str) -> str:
                 advice = "only text is supported"
                 raise InputError(f"{at}: content has a part that is not text: {kind}", advice)
             check(part, at, PART)
-        content = "".join(sound(part.get("text"), f"{at}: text", RECORD_ADVICE) for part in content)
-    return sound(content, f"{at}: content", RECORD_ADVICE)
+        content = "".join(
+            valid_text(part.get("text"), f"{at}: text", RECORD_ADVICE) for part in content
+        )
+    return valid_text(content, f"{at}: content", RECORD_ADVICE)
 
 
 def _call(call: Any, at: str) -> Message:
@@ -244,7 +246,7 @@ def _check_tools(tools: Any, location: str) -> list[Any] | None:
 
 def _json(text: Any, at: str, example: str) -> Any:
     try:
-        return json.loads(sound(text, at, RECORD_ADVICE))
+        return json.loads(valid_text(text, at, RECORD_ADVICE))
     except (ValueError, RecursionError):
         raise InputError(f"{at} is not JSON", f"it must be like {example}") from None
 

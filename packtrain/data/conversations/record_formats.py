@@ -18,7 +18,7 @@ from packtrain.data.conversations import field_meanings
 from packtrain.data.conversations import messages as sample_messages
 from packtrain.data.conversations.field_meanings import CONTEXT_TABLE, LABEL, ROW_TABLE, check
 from packtrain.data.conversations.messages import AnswerPair, Conversation, Message, new_message
-from packtrain.data.text.documents import SourceFile, TextPiece, read_documents, sound
+from packtrain.data.text.documents import SourceFile, TextPiece, read_documents, valid_text
 from packtrain.data.text.field_names import unknown_header
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.records import read_records
@@ -225,7 +225,7 @@ def _system_messages(record: Mapping[str, Any], location: str) -> list[Message]:
 
 
 def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:
-    text = sound(record["text"], f"{location}: text", sample_messages.RECORD_ADVICE)
+    text = valid_text(record["text"], f"{location}: text", sample_messages.RECORD_ADVICE)
     if not text.strip():
         raise InputError(f"{location}: text is empty", "it must have words")
     return PlainText(location, (text,), True)

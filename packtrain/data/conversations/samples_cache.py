@@ -73,10 +73,8 @@ def prepare_dataset(
 def read_dataset(
     folder: Path, splits: Sequence[str], vocab_size: int, file_names: Sequence[str] = ()
 ) -> SampleDataset:
-    """Read a folder of the cache. Raises OSError or ValueError if it is incomplete.
-
-    file_names  current names of the data files, which may have changed since
-    """
+    """Read a folder of the cache; `file_names` are current names of the data files, which may have changed since.
+    Raises OSError or ValueError if the folder is incomplete."""
     metadata = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
     has_valid = VALID in splits and VALID in metadata["parts"]

@@ -73,7 +73,7 @@ def checksum(options: object, sources: Sequence[documents.SourceFile]) -> str:
 
 
 def plain_metadata(vocabulary: Mapping[str, MetadataValue]) -> list[tuple[str, object]]:
-    """Return metadata as plain values, whose repr is complete."""
+    """Return GGUF metadata as sorted (key, plain value) pairs, whose repr can be hashed."""
     return [
         (key, v.value.tolist() if isinstance(v.value, np.ndarray) else v.value)
         for key, v in sorted(vocabulary.items())

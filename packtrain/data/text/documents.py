@@ -134,7 +134,7 @@ def _listed(paths: Sequence[Path]) -> str:
 
 
 def splits_of(val_split: float, sources: Iterable[SourceFile]) -> tuple[str, ...]:
-    """Return the splits that the data have."""
+    """Return ("train", "valid") if the data has a validation file or a share is held out, else ("train",)."""
     return (TRAIN, VALID) if val_split or any(s.split for s in sources) else (TRAIN,)
 
 
@@ -179,7 +179,7 @@ def _record_texts(report: ReadingReport) -> Iterator[str]:
             if not isinstance(record, dict) or "text" not in record:
                 fact, advice = f"{location} has no field text", _finetune_advice(record)
                 raise InputError(fact, RECORD_ADVICE + advice)
-            text = sound(record["text"], f"{location}: text", RECORD_ADVICE)
+            text = valid_text(record["text"], f"{location}: text", RECORD_ADVICE)
         except InputError as error:
             if not has_started:  # the whole file is bad, not just one record
                 raise
@@ -196,8 +196,8 @@ def _finetune_advice(record: Any) -> str:
     return advice if is_chat else ""
 
 
-def sound(text: Any, location: str, example: str) -> str:
-    """Return a value that must be a string which UTF-8 can encode. Raises InputError."""
+def valid_text(text: Any, location: str, example: str) -> str:
+    """Return `text` if it is a string that UTF-8 can encode. Raises InputError, with `example` as its advice."""
     if not isinstance(text, str):
         raise InputError(f"{location} is {type(text).__name__}, not a string", example)
     try:
@@ -276,10 +276,8 @@ def survey(pieces: Iterable[TextPiece]) -> TextSurvey:
 def assign_splits(
     pieces: Iterable[TextPiece], survey_result: TextSurvey, val_split: float
 ) -> Iterator[TextPiece]:
-    """Assign pieces to splits: validation gets every k-th document, or the end of a text with few documents.
-
-    Without val_split, pieces without a split are for training.
-    """
+    """Assign pieces to training or validation, which gets every k-th document, or the end of a text with few documents.
+    Without val_split, pieces without a split are for training."""
     interval = round(1 / val_split) if val_split else 0
     if not interval:
         return (replace(piece, split=piece.split or TRAIN) for piece in pieces)
@@ -317,7 +315,7 @@ def _split_by_position(pieces: Iterable[TextPiece], place: int) -> Iterator[Text
 
 
 def _line_break(text: str, at: int) -> int:
-    """Return the place after the next line break, else after the last one, with text on both sides; else `at`."""
+    """Return where to cut a text near `at`: after the next line break, else the last one before it, else at `at`."""
     for cut in (text.find("\n", at) + 1, text.rfind("\n", 0, at) + 1):
         if text[:cut].strip() and text[cut:].strip():
             return cut

@@ -109,7 +109,7 @@ class ArrayFile:
 
 @contextmanager
 def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
-    """`with growing(path, dtype) as file:` an array file to append to, complete when the block succeeds."""
+    """Context manager: a new .npy file to append numbers to, which appears at `path` only if the block succeeds."""
     with atomic_file(path) as file:
         array_file = ArrayFile(file, dtype)
         yield array_file
@@ -141,7 +141,7 @@ class TokenFile:
 def write_tokens(
     folder: Path, split: str, vocab_size: int, has_weights: bool = False
 ) -> Iterator[TokenFile]:
-    """`with write_tokens(…) as file:` the files of a split, complete when the block succeeds."""
+    """Context manager: a TokenFile that writes the files of a split, which appear only if the block succeeds."""
     ids_path, starts_path = paths_of(folder, split)
     weights = growing(weights_path(folder, split), np.dtype("u1")) if has_weights else nullcontext()
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -100,9 +100,7 @@ def _split(*steps: int) -> PatternInstruction:
 
 def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Return each pattern's table of steps, [state, class] as kernels.splitting reads it, and each character's class.
-
-    State 0 is the end, state 1 the beginning.
-    """
+    State 0 is the end, state 1 the beginning."""
     step_tables = [_step_table(pattern, alphabet) for pattern in patterns]
     joined = np.vstack(step_tables)
     _, first_columns, column_classes = np.unique(
@@ -114,7 +112,7 @@ def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndar
 
 
 def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
-    """Return the table of steps of a pattern, with a class for each character."""
+    """Return a pattern's automaton [state, class]: twice the next state, + 1 if a match ends; a class per character."""
     instructions = PatternCompiler(pattern_text, alphabet).places
     representatives, columns = _group_characters(instructions, alphabet)
     states, rows = dict[tuple[int, ...], int]({(): 0, (0,): 1}), list[list[int]]()
@@ -141,7 +139,8 @@ def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[
 def _advance_state(
     places: list[PatternInstruction], state: tuple[int, ...], character: str | None
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the state after a character (None: the end of the text), and whether a match ends before it."""
+    """Return the state, the places in the pattern where a match may go on, after a character (None: the end of the
+    text), and whether a match ends before it."""
     next_indices: list[int] = []
     seen_indices: set[int] = set()
     pending = list(reversed(state))

@@ -24,17 +24,15 @@ IdChunk = tuple[np.ndarray, bool]
 def encode_all(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], threads: int | None = None
 ) -> Iterator[IdChunk]:
-    """Encode pieces (text, whether the text ends with it) as `Tokenizer.encode_pieces` does for each text.
-
-    Yields (ids i32, whether the text ends with them), in order.
-    """
+    """Encode texts on several threads, which come as pieces (text, whether a text ends with it); yields in order (ids
+    i32, whether a text ends with them). Ids are those of `Tokenizer.encode_pieces`."""
     num_threads = threads or min(allowed_cpus(), MAX_THREADS)
     encoders = SimpleQueue[CompiledEncoder]()
 
-    def encode(batch: list[TextStretch], lane: CompiledEncoder | None) -> list[IdChunk]:
-        id_arrays = tokenizer.arrays([parts for parts, _ in batch], lane)
-        if lane is not None:
-            encoders.put(lane)
+    def encode(batch: list[TextStretch], encoder: CompiledEncoder | None) -> list[IdChunk]:
+        id_arrays = tokenizer.arrays([parts for parts, _ in batch], encoder)
+        if encoder is not None:
+            encoders.put(encoder)
         return [(ids, is_last) for ids, (_, is_last) in zip(id_arrays, batch, strict=True)]
 
     futures: deque[Future[list[IdChunk]]] = deque()

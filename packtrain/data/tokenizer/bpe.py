@@ -67,7 +67,7 @@ class BytePairEncoding(Encoding):
         )  # fmt: skip
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether a word always begins at a place, whatever comes before and after."""
+        """Whether a word always begins at text[at], whatever surrounds the text, so that it can be cut there."""
         return not self.table.may_span(text, at) and (self._rule.border or after_any)(text, at)
 
     def piece(self, token: bytes) -> bytes:

@@ -63,7 +63,7 @@ class NameFinder:
         self._heads = np.searchsorted(np.sort(prefixes), np.arange((1 << 16) + 1)).astype(np.int32)
 
     def find(self, text: str) -> list[int]:
-        """Return the numbers of the names that occur in the text, in order; names of one byte always count."""
+        """Return the indices of the names that occur in the text, in order; names of one byte always count."""
         is_found = np.zeros(len(self._name_starts) - 1, np.uint8)
         raw = np.frombuffer(text.encode(), np.uint8)
         KERNELS.splitting.spot(
@@ -76,7 +76,7 @@ class NameFinder:
 def pair_table(
     merges: Iterable[bytes], index: Mapping[bytes, int]
 ) -> tuple[np.ndarray, dict[bytes, int]]:
-    """Return merges as a hash table by numbers of parts, for kernels.tokens; and numbers of parts without a token."""
+    """Return merges as kernels.tokens reads them, a hash table by both parts' ids; and ids of parts without a token."""
     extra_ids: dict[bytes, int] = {}
 
     def part_id(part: bytes) -> int:
@@ -101,7 +101,7 @@ def split_merge(merge: bytes) -> tuple[bytes, bytes]:
 
 
 def join_table(joins: Iterable[str]) -> np.ndarray:
-    """Build a hash table of pairs of characters."""
+    """Build a hash table of the pairs of characters that stand side by side in some token."""
     pair_codes = np.array([ord(pair[0]) << 21 | ord(pair[1]) for pair in joins], np.int64)
     hash_table = np.full(_table_capacity(len(pair_codes)), NONE, np.int64)
     KERNELS.splitting.fill_joins(pair_codes, hash_table)
@@ -125,7 +125,7 @@ class PatternSplitter:
         self._classes = classes
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
-        """Split words of a text at the patterns' matches; returns ends of words, and their number."""
+        """Split texts or words, which end at `word_ends`, at the patterns' matches; returns ends and their number."""
         kernel_module, symbols, at = KERNELS.splitting, np.empty(len(raw), np.uint8), 0
         while (at := kernel_module.classify(raw, at, self._class_numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])

@@ -64,11 +64,11 @@ class Encoding:
         raise NotImplementedError
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether a text can be cut at a place, whatever comes before and after."""
+        """Whether a text cut at text[at] has the same ids in two parts, whatever surrounds the text."""
         return False
 
     def piece(self, token: bytes) -> bytes:
-        """Return the bytes of a normal token."""
+        """Return the bytes of text that a normal token stands for."""
         return token.replace(SPACE.encode(), b" ")
 
 

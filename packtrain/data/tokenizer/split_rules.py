@@ -49,7 +49,7 @@ class SplitRule:
 
 
 def after_any(text: str, at: int) -> bool:
-    """Whether a place is a space after text, a line's first letter, or a comma or stop of scripts without spaces."""
+    """Whether a word surely begins at `at`: a space after text, a line's first letter, or a CJK comma or stop."""
     a, b = text[at - 1], text[at]
     if a == "\n":
         return b.isalpha() and at > 1 and not text[at - 2].isspace()
@@ -57,7 +57,7 @@ def after_any(text: str, at: int) -> bool:
 
 
 def after_line(text: str, at: int) -> bool:
-    """Whether a place is between a line break and another character."""
+    """Whether a word surely begins at `at`: between a line break and another character."""
     return (text[at - 1] == "\n") != (text[at] == "\n")
 
 
@@ -66,18 +66,18 @@ def before_space(text: str, at: int) -> bool:
 
 
 def before_digits(text: str, at: int) -> bool:
-    """Whether a place is an ASCII digit after another ASCII character."""
+    """Whether a word surely begins at `at`: an ASCII digit after another ASCII character."""
     return text[at] in "0123456789" and text[at - 1].isascii() and not text[at - 1].isdigit()
 
 
 def after_word(text: str, at: int) -> bool:
-    """Whether a place is a space after an ASCII letter, or an ASCII letter after a line break."""
+    """Whether a word surely begins at `at`: a space after an ASCII letter, or a line's first ASCII letter."""
     a, b = text[at - 1], text[at]
     return (b == " " and _is_ascii_letter(a)) or (a == "\n" and _is_ascii_letter(b))
 
 
 def after_sign(text: str, at: int) -> bool:
-    """Whether a place is a space after a digit or some signs, or a letter after the end of a line."""
+    """Whether a word surely begins at `at`: a space after a digit or some signs, or a line's first letter."""
     a, b = text[at - 1], text[at]
     if a == "\n":
         return _is_ascii_letter(b) and at > 1 and not text[at - 2].isspace()
@@ -247,7 +247,7 @@ RULES = {name: rule for names, rule in RULES_BY_NAMES.items() for name in names.
 
 
 def known_patterns() -> dict[tuple[str, ...], dict[bool, str]]:
-    """Return names of rules by their patterns in a tokenizer.json, and by whether merges are ignored."""
+    """Map the patterns of a tokenizer.json, then whether it ignores merges, to GGUF's name of the pre-tokenizer."""
     names_by_patterns: dict[tuple[str, ...], dict[bool, str]] = {}
     for names, rule in RULES_BY_NAMES.items():
         if rule.json_patterns is not None:

@@ -49,7 +49,7 @@ class SentencePieceEncoding(Encoding):
         )  # fmt: skip
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether no token spans a place, which is no whitespace, because special tokens swallow whitespace."""
+        """Whether no token can span text[at - 1 : at + 1]; never at whitespace, which special tokens may swallow."""
         pair = text[at - 1 : at + 1].replace(" ", SPACE)
         return not text[at].isspace() and pair not in self._joins
 

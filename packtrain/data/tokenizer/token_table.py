@@ -104,7 +104,7 @@ class TokenTable:
         return self.unk
 
     def may_span(self, text: str, at: int) -> bool:
-        """Whether a special token that is matched in any text may span a place, or swallow whitespace there."""
+        """Whether a special token may span text[at - 1 : at + 1], or swallow whitespace there: no place for a cut."""
         return bool(self.rstrip_ids or self.lstrip_ids) or text[at - 1] + text[at] in self._inside
 
     @cached_property

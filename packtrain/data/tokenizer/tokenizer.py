@@ -95,7 +95,7 @@ class Tokenizer:
             yield self._encode_parts(text_parts)
 
     def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[TextParts, bool]]:
-        """Regroup pieces (text, whether the text ends with it) to parts whose ids depend on nothing else."""
+        """Regroup pieces (text, whether a text ends with it) so that each result can be encoded on its own."""
         buffer, prefix = "", self.add_space_prefix
         for piece, is_last in pieces:
             old_length, buffer = len(buffer), buffer + _check_text(piece)
@@ -117,10 +117,13 @@ class Tokenizer:
             self._tables = self._encoding.build_tables()
         return CompiledEncoder(self._tables)
 
-    def arrays(self, batch: Sequence[TextParts], lane: CompiledEncoder | None) -> list[np.ndarray]:
-        """Return the ids (i32) of each list of parts; may be called on several threads, with an encoder each."""
+    def arrays(
+        self, batch: Sequence[TextParts], encoder: CompiledEncoder | None
+    ) -> list[np.ndarray]:
+        """Return the ids (i32) of each text, given as parts: strings, and ids of special tokens. Threads may call this
+        at the same time, each with an encoder of its own."""
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
-        ids = iter(self._encode_texts(texts, lane))
+        ids = iter(self._encode_texts(texts, encoder))
         id_parts = ([[p] if isinstance(p, int) else next(ids) for p in parts] for parts in batch)
         # unsafe, because an empty list is f64
         return [
@@ -142,7 +145,7 @@ class Tokenizer:
         return text_parts, prefix
 
     def _encode_parts(self, text_parts: TextParts) -> list[int]:
-        """Return the ids of parts, by compiled code once that is worth loading."""
+        """Return the ids of parts (strings, and ids of special tokens), by compiled code once that is worth loading."""
         if self.use_compiled and self._encoder is None:
             self._encoder = self.new_encoder()
         ids: list[int] = []
@@ -166,10 +169,12 @@ class Tokenizer:
             yield [part]
 
     def _encode_texts(
-        self, texts: list[str], lane: CompiledEncoder | None
+        self, texts: list[str], encoder: CompiledEncoder | None
     ) -> Iterator[list[int] | np.ndarray]:
-        """Return the ids of each text, by compiled code if `lane` is an encoder."""
-        ids_and_ends = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
+        """Return the ids of each text, by compiled code if there is an encoder."""
+        ids_and_ends = (
+            encoder.encode([self._encoding.raw(text) for text in texts]) if encoder else None
+        )
         if ids_and_ends is None:
             return map(self._encoding.encode, texts)  # raises an error if a text has no ids
         return (ids_and_ends[0][s:end] for s, end in pairwise([0, *ids_and_ends[1].tolist()]))
@@ -237,10 +242,8 @@ class Tokenizer:
         return bytes([int(byte_match[1], 16)]) if byte_match else b""
 
     def decode(self, ids: Iterable[int], special: bool = False, clean: bool = False) -> str:
-        """Return the text of ids; invalid UTF-8 becomes U+FFFD. See StreamDecoder for the rules.
-
-        clean  remove spaces before punctuation, if llama.cpp's llama_detokenize does so for this vocabulary
-        """
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD, see StreamDecoder. With `clean`, spaces before
+        punctuation are removed if llama.cpp's llama_detokenize does so for this vocabulary."""
         stream = StreamDecoder(self, special)
         text = "".join([stream.feed(id) for id in ids]) + stream.flush()
         if clean and self._encoding.cleans_spaces:

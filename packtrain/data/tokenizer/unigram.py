@@ -150,7 +150,7 @@ class CharacterMap:
 
 
 def _character_nbytes(byte: int) -> int:
-    """Return the bytes of the UTF-8 character that begins with this byte."""
+    """Return the number of bytes, 1 to 4, of the UTF-8 character that begins with this byte."""
     return 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
 
 

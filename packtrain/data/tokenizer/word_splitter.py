@@ -90,14 +90,14 @@ class CharacterClasses(dict[int, str]):
         return self[code]
 
     def add_pattern(self, pattern: str) -> None:
-        """Add the sets of characters that a pattern names."""
+        """Add the sets of characters that a pattern names, so that class characters tell them apart."""
         for matched_set in CLASS_IN_PATTERN.findall(pattern):
             ranges = _literals(matched_set)
             if ranges and ranges not in self.sets:
                 self.sets.append(ranges)
 
     def translate_pattern(self, pattern: str) -> str:
-        """Return the pattern over class characters, after all patterns have been added."""
+        """Return the pattern for texts whose characters are replaced by class characters; add all patterns before."""
         pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
         pattern = CLASS_IN_PATTERN.sub(lambda match: self._translate_set(match[0]), pattern)
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")

@@ -34,7 +34,7 @@ class WordPieceEncoding(Encoding):
         return "".join(map(self._normalize, text)).split(" ")
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether a place is whitespace, which separates words and has no tokens."""
+        """Whether text[at] is whitespace, which separates words and has no tokens, so that a text can be cut there."""
         return not self.table.may_span(text, at) and bool(WHITESPACE.match(text[at]))
 
     def _normalize(self, character: str) -> str:

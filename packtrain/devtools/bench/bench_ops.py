@@ -93,9 +93,7 @@ def group_of(step: KernelStep) -> OpGroup:
 
 def call_floor(step: KernelStep, rates: MachineRates, read: Collection[Tensor] = ()) -> float:
     """Return the least seconds of a call: its arithmetic at the rate of registers, or its bytes at that of copying.
-
-    read  tensors that some step reads, see cost_model.call_seconds
-    """
+    `read`: tensors that some step reads, see cost_model.call_seconds."""
     cost, product = call_cost(step, read), product_of(step)
     flops = sum(FLOPS.get(work_kind, 0.0) * amount for work_kind, amount in cost.work.items())
     flops = product.flops if product else flops

@@ -27,12 +27,12 @@ TOLERANCE["int8"] = TOLERANCE["rounded otherwise"]
 def run_graph(
     graph: Graph, leaf_values: Values, backends: tuple[Backend, ...] = (cpu,)
 ) -> dict[str, np.ndarray]:
-    """Run a graph in a fresh session; returns outputs and new values of updated leaves, as `interpret` does."""
+    """Run a graph on these weights and inputs in a new session; returns outputs and updated states, as `interpret`."""
     return execute(Session().executor(place(graph, Target(backends))), leaf_values)
 
 
 def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
-    """Set the leaves, run once, and return outputs and new values of updated leaves."""
+    """Set the graph's weights, states and inputs, run once, and return outputs and updated weights and states."""
     session, graph = executor.session, executor.placed.graph
     leaf_kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
     session.set({n: v for n, v in leaf_values.items() if leaf_kinds.get(n) in ("weight", "state")})
@@ -194,7 +194,7 @@ def _compared(
 
 
 def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
-    """Return the differentiable samples of an op or function, with float64 values of their leaves."""
+    """Return the differentiable samples of an op or function, with float64 values of their inputs."""
     if name in OPS:
         return list(op_samples.differentiable_samples(name))
     leaf_values = [(s, random_values(graph_of(s.results))) for s in op_samples.samples_of(name)]
@@ -270,7 +270,7 @@ def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
 
 
 def slope_deviation(measured: float, terms: Values) -> float:
-    """Return |sum of all terms - measured slope| / (root of the terms' sum of squares)."""
+    """Return |sum of `terms` (gradients * directions) - measured slope| / (root of the terms' sum of squares)."""
     flat_terms = np.concatenate([term.ravel() for term in terms.values()])
     return abs(float(flat_terms.sum()) - measured) / (float(np.sqrt((flat_terms**2).sum())) + 1e-3)
 

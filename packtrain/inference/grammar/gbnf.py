@@ -1,4 +1,4 @@
-"""Parser of GBNF, llama.cpp's notation of grammars (grammars/README.md), into nodes; errors name line and column."""
+"""Parses GBNF, llama.cpp's notation of grammars (its grammars/README.md), into nodes; errors name line and column."""
 
 import re
 from collections.abc import Callable
@@ -25,10 +25,10 @@ MAX_RULE_CHAIN = 500  # llguidance calls itself for each rule that names another
 def parse_gbnf(
     text: str, token_id: Callable[[str], int | None] = lambda name: None, size: int = 10**9
 ) -> GrammarRules:
-    """Parse the rules of a grammar that begins at `root`. Raises InputError.
+    """Parse the rules of a GBNF grammar, which begins at the rule `root`, into nodes by rule name. Raises InputError.
 
-    token_id  returns the id of `<name>`
-    size      size of the vocabulary
+    token_id  returns the id of the token `<name>`, None if there is none
+    size      size of the vocabulary, below which ids must be
     """
     return _GbnfParser(text, token_id, size).parse_rules()
 
@@ -70,7 +70,7 @@ class _GbnfParser:
                     self.fail(f"rule {rule_name} can begin with itself", node.offset)
 
     def check_depth(self, rules: GrammarRules) -> None:
-        """Fail if rules name one another in too long a chain."""
+        """Fail if more than MAX_RULE_CHAIN rules refer to one another in a chain: llguidance recurses along it."""
         seen_rules, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
         while path:
             name = next((name for name in path[-1] if name.rule_name not in seen_rules), None)

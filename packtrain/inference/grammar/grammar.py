@@ -21,15 +21,13 @@ POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # a position in text that 
 
 
 class Grammar:
-    """The grammar of one sequence; `copy` makes one for another sequence.
-
-    A lazy grammar waits for a trigger, a word or a token: it allows all tokens until then, and begins with the trigger.
-    """
+    """A grammar, and how far the text of one sequence has followed it; `copy` makes one for another sequence. A lazy
+    grammar waits for a trigger, a word or a token: it allows all tokens until then, and begins with the trigger."""
 
     def __init__(
         self, tokenizer: Tokenizer, source: str, words: Sequence[str] = (), tokens: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """source: text in llguidance's notation; words, tokens: triggers. Raises InputError."""
+        """source: in llguidance's Lark notation; words, tokens: triggers of a lazy grammar. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
         self._matcher = vocabulary_table.grammar_matcher(self._token_table, source)
@@ -46,7 +44,7 @@ class Grammar:
     def from_gbnf(
         cls, tokenizer: Tokenizer, text: str, words: Sequence[str] = (), tokens: Sequence[int] = ()
     ) -> "Grammar":
-        """Create a grammar from GBNF, llama.cpp's notation. Raises InputError with line and column."""
+        """Create a grammar from GBNF; words, tokens: triggers. Raises InputError with line and column."""
         names = {token.decode(errors="replace"): id for id, token in enumerate(tokenizer.tokens)}
         try:
             source = to_lark(parse_gbnf(text, names.get, tokenizer.vocab_size))
@@ -86,7 +84,7 @@ class Grammar:
         return bool(self._matcher.is_accepting())
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Return the mask (size,) bool of tokens that can come; None: all. Raises InputError."""
+        """Return the mask (size,) bool of tokens that can come next; None: all, as before a trigger."""
         if self.awaits_trigger:
             return None
         mask = self._token_mask()[:size]
@@ -96,7 +94,7 @@ class Grammar:
         return self._limit_digits(allowed) if self._has_json else allowed
 
     def accept(self, id: int) -> None:
-        """Advance the grammar by the token that came. Raises InputError if the token cannot come."""
+        """Advance the grammar by the token that the sequence got. Raises InputError if the token cannot come."""
         self._accepted_ids.append(id)
         if self.awaits_trigger:
             self._check_trigger(id)
@@ -107,7 +105,7 @@ class Grammar:
             self._check_matcher(f"token {id} cannot come here")
 
     def _check_trigger(self, id: int) -> None:
-        """Begin the grammar at the trigger, if token `id` completes it."""
+        """If token `id` completes a trigger, stop waiting and let the grammar read the text from the trigger on."""
         if id in self._trigger_ids:
             self.awaits_trigger = False
             self._matcher.consume_token(id)
@@ -121,11 +119,8 @@ class Grammar:
         self._check_matcher("the text from the trigger on does not follow the grammar")
 
     def _limit_digits(self, allowed: np.ndarray) -> np.ndarray:
-        """Return the mask without tokens that give a number of JSON more than MAX_DIGITS digits in a row.
-
-        Where a number cannot end yet, more digits come, other than zeros if possible: llguidance would read zeros of
-        0.000… without end.
-        """
+        """Return the mask without tokens that give a number of JSON more than MAX_DIGITS digits in a row. If the number
+        cannot end yet, only zeros are taken out, or nothing: llguidance would read 0.000… without end."""
         num_digits = self._count_last_digits()
         if not num_digits:
             return allowed
@@ -141,7 +136,7 @@ class Grammar:
         return allowed
 
     def _count_last_digits(self) -> int:
-        """Return how many digits the text ends with; 0 if they begin a string."""
+        """Return with how many digits the text ends; 0 if a quote stands before them: they begin a string."""
         num_digits = 0
         for id in reversed(self._accepted_ids):
             piece = self._tokenizer.piece(id)

@@ -18,7 +18,7 @@ MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 
 def to_lark(rules: grammar_nodes.GrammarRules) -> str:
-    """Return the grammar in llguidance's notation."""
+    """Convert GBNF rules (nodes by rule name) to a text in the Lark notation that llguidance compiles."""
     lexeme_builder = _LexemeBuilder(rules)
     while True:
         lexeme_rules = lexeme_builder.build_rules()
@@ -35,7 +35,7 @@ def to_lark(rules: grammar_nodes.GrammarRules) -> str:
 
 
 class _LexemeBuilder:
-    """Divides a grammar into lexemes, `nodes`, and the rules over them."""
+    """Divides a grammar into lexemes (`nodes`, each read at once by one regular expression) and rules over them."""
 
     def __init__(self, rules: grammar_nodes.GrammarRules) -> None:
         self.rules, self.nodes = rules, list[Node]()
@@ -51,7 +51,7 @@ class _LexemeBuilder:
                 self.rule_depths[rule_name] = self.group_depth(rules[rule_name])
 
     def is_regular(self, *nodes: Node) -> bool:
-        """Return whether nodes have only regular rules, no tokens, and are not too large together."""
+        """Return whether one regular expression can read the nodes: no recursion, no tokens, not too large."""
         references = [reference for node in nodes for reference in grammar_nodes.names_in(node)]
         if any(reference.rule_name not in self.texts for reference in references) or any(
             map(grammar_nodes.has_token, nodes)
@@ -67,11 +67,11 @@ class _LexemeBuilder:
         return 1 + max(map(self.group_depth, parts_of(node)), default=0)
 
     def divide_lexeme(self, lexeme_index: int) -> None:
-        """Divide a lexeme: the next `build_rules` reads its parts one by one."""
+        """Mark a lexeme, given by its index, to be divided: the next `build_rules` reads its parts one by one."""
         self._divided_nodes.update(self._equal_nodes[lexeme_index])
 
     def build_rules(self) -> grammar_nodes.GrammarRules:
-        """Return the rules over lexemes, and number the lexemes in `nodes`."""
+        """Return the rules that `root` reaches, with lexemes as leaves; numbers these lexemes anew in `nodes`."""
         self.nodes, self._equal_nodes, self._numbers = [], [], {}
         read, waiting = grammar_nodes.GrammarRules(), ["root"]
         while waiting:
@@ -82,7 +82,7 @@ class _LexemeBuilder:
         return read
 
     def _read(self, node: Node) -> Node:
-        """Convert a node of the grammar into a node over lexemes."""
+        """Convert a node of the grammar into a node whose leaves are lexemes, each as large as it may be."""
         if self._is_undivided(node):
             return self._lexeme_node(node)
         if isinstance(node, SequenceNode | ChoiceNode):
@@ -102,13 +102,13 @@ class _LexemeBuilder:
         return node not in self._divided_nodes and self.is_regular(node)
 
     def _group(self, node: SequenceNode | ChoiceNode, children: tuple[Node, ...]) -> Node:
-        """Return regular neighbours as one node, the same node in each call."""
+        """Return regular neighbours as one node: as nodes compare by identity, the same object in each call."""
         if len(children) == 1:
             return children[0]
         return self._group_nodes.setdefault(children, type(node)(children))
 
     def _lexeme_node(self, node: Node) -> Node:
-        """Return the lexeme that reads a regular node, a new one if no other reads the same."""
+        """Return the lexeme that reads a regular node; nodes with equal regular expressions have one lexeme."""
         if isinstance(node, SequenceNode) and not node.children:
             return node
         lexeme_index = self._numbers.setdefault(node_regex(node, self.texts), len(self.nodes))
@@ -122,14 +122,14 @@ class _LexemeBuilder:
         return grammar_nodes.node_heads(node, self._heads)
 
     def definitions(self) -> list[str]:
-        """Return the lexemes in llguidance's notation; their texts are never empty."""
+        """Return the lexemes in llguidance's notation, as `T0: /[ab]+/`; a lexeme never matches the empty text."""
         return [
             f"T{index}: /{node_regex(node, self.texts)}/{NONEMPTY if self._node_heads(node)[1] else ''}"
             for index, node in enumerate(self.nodes)
         ]
 
     def head_characters(self, lexemes: set[int]) -> str:
-        """Return a regular expression of the characters with which lexemes begin."""
+        """Return a regular expression of the characters with which lexemes, given by their indices, can begin."""
         leaves = (leaf for n in lexemes - {ANY_CHAR} for leaf in self._node_heads(self.nodes[n])[0])
         ranges = [r for leaf in leaves if isinstance(leaf, CharSet) for r in leaf.code_ranges]
         ranges += grammar_nodes.ALL_CODES if ANY_CHAR in lexemes else ()
@@ -143,7 +143,11 @@ def _format_grammar(lexeme_rules: grammar_nodes.GrammarRules, definitions: list[
 
 
 def _format_node(node: Node, names: Mapping[str, str], group: str = "(", space: str = " ") -> str:
-    """Format a node over lexemes, or a regular node for Rust's regular expressions; names: of rules."""
+    """Format a node over lexemes in llguidance's notation; or a regular node as a regular expression, see `node_regex`.
+
+    names         what stands for each rule, by rule name
+    group, space  what opens a group, and what separates the parts of a sequence
+    """
     if isinstance(node, CharSet):
         ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
         return f"[{''.join(ranges)}]"
@@ -162,5 +166,5 @@ def _format_node(node: Node, names: Mapping[str, str], group: str = "(", space: 
 
 
 def node_regex(node: Node, texts: Mapping[str, str]) -> str:
-    """Format a regular node as a regular expression of Rust; `texts` has those of rules."""
+    """Format a regular node as a regular expression of Rust; `texts` has the expressions of the rules that it names."""
     return _format_node(node, texts, "(?:", "")

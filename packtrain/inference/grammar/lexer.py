@@ -2,7 +2,7 @@
 
 `[ab]* "ab"` has the lexemes T0, [ab]+, and T1, ab. In "aab", T0 should end after the first a, but the next character
 continues T0, which would swallow the rest. A lexeme conflicts if one of its texts begins with a text of any lexeme and
-a character that may follow there. A regular expression has these texts: llguidance tells whether there are any.
+a character that may follow there. One regular expression describes such texts: llguidance tells whether any exists.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ ANY_CHAR = -1  # in place of a lexeme: any character
 
 
 def conflicting_lexemes(definitions: Sequence[str], extensions: Sequence[str]) -> list[int]:
-    """Return the lexemes that can swallow text of the next lexeme.
+    """Return the indices of lexemes that can swallow text of the next lexeme; if they are too long to check, of all.
 
     definitions  T0: …, T1: …, in llguidance's notation
     extensions   a lexeme and the characters that may follow: T0 /[…]/
@@ -49,7 +49,7 @@ def _byte_table() -> Any:
 
 
 def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
-    """Return for each lexeme the lexemes that can come after it."""
+    """Return for each lexeme the indices of those that can come after it, among them ANY_CHAR if any character can."""
     follow_by_lexeme: list[set[int]] = [set() for _ in range(num_lexemes)]
     follow_by_rule: dict[str, set[int]] = {rule_name: set() for rule_name in rules}
     heads = grammar_nodes.rule_heads(rules)

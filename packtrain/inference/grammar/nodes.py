@@ -1,4 +1,4 @@
-"""The nodes of a grammar. Sets of characters are sorted ranges of code points, both ends included."""
+"""The nodes of a grammar's syntax tree. Sets of characters are sorted ranges of code points, both ends included."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class TokenNode:
 
 @dataclass(frozen=True, eq=False)
 class RuleReference:
-    """A reference to a rule by name, at an offset of the grammar's text."""
+    """A reference to a rule by name; `offset`: its place in the grammar's text, for errors."""
 
     rule_name: str
     offset: int
@@ -52,7 +52,7 @@ class RepeatNode:
 
 @dataclass(frozen=True, eq=False)
 class LexemeNode:
-    """A lexeme, which the lexer reads at once, see lark; `empty`: the lexeme is optional."""
+    """A lexeme, a regular expression that the lexer reads at once, see lark; `empty`: the lexeme is optional."""
 
     lexeme_index: int
     empty: bool
@@ -74,14 +74,14 @@ def has_token(node: Node) -> bool:
 
 
 def names_in(node: Node) -> list[RuleReference]:
-    """Return references to all rules that a node names, in order."""
+    """Return all references to rules inside a node, in order."""
     if isinstance(node, RuleReference):
         return [node]
     return [reference for child in parts_of(node) for reference in names_in(child)]
 
 
 def dependency_order(rules: GrammarRules) -> list[str]:
-    """Return the rules' names, each after those that it names, except in recursion."""
+    """Return the names of the rules, each rule after those that it refers to, except in recursion."""
     rule_order, seen = list[str](), set[str]()
     reference_stack = [("", iter([RuleReference(next_rule, 0) for next_rule in rules]))]
     while reference_stack:
@@ -97,7 +97,7 @@ def dependency_order(rules: GrammarRules) -> list[str]:
 
 
 def rule_heads(rules: GrammarRules) -> "dict[str, Heads]":
-    """Return the heads of each rule, see `node_heads`."""
+    """Return by rule the nodes with which its texts can begin, and whether they can be empty, see `node_heads`."""
     heads: dict[str, Heads] = dict.fromkeys(rules, (frozenset(), False))
     rule_order = dependency_order(rules)
     while True:
@@ -109,7 +109,7 @@ def rule_heads(rules: GrammarRules) -> "dict[str, Heads]":
 
 
 def node_heads(node: Node, heads: "dict[str, Heads]") -> Heads:
-    """Return the leaves with which a text of the node can begin, and whether the text can be empty."""
+    """Return the leaves with which a node's texts can begin, and whether one is empty; `heads`: those of rules."""
     if isinstance(node, RuleReference):
         rule_leaves, is_nullable = heads[node.rule_name]
         return rule_leaves | {node}, is_nullable
@@ -125,7 +125,7 @@ def node_heads(node: Node, heads: "dict[str, Heads]") -> Heads:
 
 
 def merge_ranges(code_ranges: list[tuple[int, int]], is_negated: bool = False) -> Ranges:
-    """Sort and join ranges, or return all other characters if negated; without surrogates."""
+    """Return ranges of code points sorted and joined, or all other characters if negated; without surrogates."""
     joined: list[tuple[int, int]] = []
     for first_code, last_code in sorted(r for r in code_ranges if r[0] <= r[1]):
         if joined and first_code <= joined[-1][1] + 1:

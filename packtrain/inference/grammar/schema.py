@@ -52,14 +52,15 @@ FORMAT_LIMITS: dict[Any, dict[str, Any]] = {  # what llguidance's formats lack: 
 
 
 def schema_to_lark(schema: Any) -> str:
-    """Convert a JSON schema to the grammar of its documents, for llguidance. Raises InputError."""
+    """Convert a parsed JSON schema to a grammar of its documents, in llguidance's notation. Raises InputError."""
     return f"{LARK_HEADER}start: %json {guidance_schema(schema)}\n"
 
 
 def locate_fault(schema: Any, fault: str, build: Callable[[Any], object]) -> str:
-    """Return the property and keyword of a schema that `build` refuses, and why; leaves little else of the schema.
+    """Return a message with the property and keyword that make `build` refuse a schema; takes the schema apart.
 
-    Takes keyword after keyword away, until the others can be used; so again in what was taken away last.
+    Removes keyword after keyword until `build` accepts the rest: the fault is in the one removed last, which is
+    searched likewise. fault: the message about the whole schema.
     """
     node, is_names, names, keyword = schema, False, list[str](), ""
     for _ in range(MAX_FAULT_LEVELS):
@@ -82,7 +83,7 @@ def locate_fault(schema: Any, fault: str, build: Callable[[Any], object]) -> str
 
 
 def parse_schema(text: str) -> Any:
-    """Parse a JSON schema, an object with keywords that a grammar can enforce. Raises InputError."""
+    """Parse a JSON schema. Raises InputError unless it is an object of keywords that a grammar can enforce."""
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -105,7 +106,7 @@ def parse_schema(text: str) -> Any:
 
 
 def guidance_schema(schema: Any) -> str:
-    """Convert a schema to llguidance's, with closed objects, and as much white space as llama.cpp allows."""
+    """Convert a parsed schema to llguidance's JSON: objects take named properties only, white space as in llama.cpp."""
     closer = _SchemaCloser(schema)
     try:
         closed_schema = closer.closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
@@ -117,21 +118,21 @@ def guidance_schema(schema: Any) -> str:
 
 
 def rebase_references(schema: Any, pointer: str) -> Any:
-    """Return a schema whose references work once it is part of another, at `pointer`. Raises InputError."""
+    """Return a schema whose `$ref`s work once it is part of another, at a JSON pointer. Raises InputError."""
     try:
-        return _moved(schema, pointer)
+        return _rebase(schema, pointer)
     except RecursionError:
         raise InputError("JSON schema: it is nested too deep") from None
 
 
-def _moved(schema: Any, pointer: str, has_names: bool = False) -> Any:
-    """Return a schema with moved references; `has_names`: the keys are names, perhaps those of keywords."""
+def _rebase(schema: Any, pointer: str, has_names: bool = False) -> Any:
+    """Return a part of a schema with `pointer` before its references; `has_names`: the part's keys are no keywords."""
     if isinstance(schema, list):
-        return [_moved(subschema, pointer) for subschema in schema]
+        return [_rebase(subschema, pointer) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     rebased_schema = {
-        k: v if k in LITERAL_KEYWORDS and not has_names else _moved(v, pointer, k in NAMED_SCHEMAS)
+        k: v if k in LITERAL_KEYWORDS and not has_names else _rebase(v, pointer, k in NAMED_SCHEMAS)
         for k, v in schema.items()
     }
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
@@ -140,7 +141,7 @@ def _moved(schema: Any, pointer: str, has_names: bool = False) -> Any:
 
 
 def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
-    """Return a schema without keywords that no grammar can enforce; adds each of them to `unsupported`."""
+    """Return a schema without keywords that no grammar can enforce; adds each with its path to `unsupported`."""
     if isinstance(schema, list):
         return [loosened(subschema, unsupported, at) for subschema in schema]
     if not isinstance(schema, dict):
@@ -171,7 +172,7 @@ def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
 
 
 def _can_repeat_names(min_count: Any, names: Any) -> bool:
-    """Return whether an object may have too few properties because a name comes twice."""
+    """Return whether minProperties cannot be enforced: one name written twice could count as two that it asks for."""
     num_names = len({*map(str, names)}) if isinstance(names, list) else 0
     return isinstance(min_count, int | float) and min_count > num_names + 1
 
@@ -182,7 +183,7 @@ def automaton_pattern(pattern: str) -> str:
 
 
 def other_names(names: set[str]) -> str:
-    """Return the pattern of all names but these: llguidance would also take these with escapes in them."""
+    """Return a pattern of all property names but `names`, which llguidance itself lets pass if written with escapes."""
     first_chars = {name[0]: f"\\x{{{ord(name[0]):x}}}" for name in sorted(names) if name}
     choices = [
         f"{char_code}({other_names({name[1:] for name in names if name[:1] == char})})"
@@ -193,13 +194,13 @@ def other_names(names: set[str]) -> str:
 
 
 def _written_integer(digits: str) -> int:
-    """Return the integer that llguidance writes, which reads doubles."""
+    """Return the integer that llguidance would write, which reads numbers as doubles: unequal if digits are lost."""
     value = float(digits)
     return int(value if abs(value) < 2**63 else Decimal(repr(value)))
 
 
 def _has_large_digits(value: Any) -> bool:
-    """Return whether a number without its point is more than MAX_MULTIPLE."""
+    """Return whether the digits of a `multipleOf`, read without the point, are more than MAX_MULTIPLE."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return False
     number = Decimal(str(value)).normalize()
@@ -207,7 +208,7 @@ def _has_large_digits(value: Any) -> bool:
 
 
 class _SchemaCloser:
-    """Closes objects: they take only named properties, where the schema does not say. Merged parts are closed once."""
+    """Closes objects to names that a schema does not mention; `parts`: the closed targets of its `$ref`s by name."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._names, self.parts = root, dict[tuple[int, bool], str](), dict[str, Any]()
@@ -233,14 +234,14 @@ class _SchemaCloser:
             if not is_ignored and (key != "format" or part in FORMATS):
                 closed_schema[key] = self._closed_value(key, part, not is_separate)
         is_part = is_merged and schema.get("unevaluatedProperties") is not False
-        end = {} if is_separate or is_part else self._end([*self._all_parts(schema, set())])
+        end = {} if is_separate or is_part else self._closure([*self._all_parts(schema, set())])
         if not end or keys or "additionalProperties" in schema:
             return {"allOf": [closed_schema, end]} if end else closed_schema
         properties = end["properties"] | closed_schema.get("properties", {})
         return end | closed_schema | {"properties": properties}
 
     def _closed_value(self, key: str, part: Any, is_merged: bool) -> Any:
-        """Return the value of a keyword in a closed schema."""
+        """Return the value of a keyword with closed subschemas, and patterns and bounds as llguidance reads them."""
         if key in NAMED_SCHEMAS and isinstance(part, dict):
             key_of = automaton_pattern if key == "patternProperties" else str
             return {key_of(name): self.closed(subschema) for name, subschema in part.items()}
@@ -262,8 +263,8 @@ class _SchemaCloser:
             return [self.closed(subschema, is_part) for subschema in part]
         return self.closed(part)
 
-    def _end(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the schema that closes an object with all its parts, but for other names if a part allows them."""
+    def _closure(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a schema that closes an object to names outside its parts, unless a part allows them; {}: leave it."""
         additional = [p["additionalProperties"] for p in parts if "additionalProperties" in p]
         is_open = additional or any(p.get("unevaluatedProperties") for p in parts)
         closing_keywords = {"properties", "patternProperties", *(() if is_open else (UNEVALUATED,))}
@@ -299,7 +300,7 @@ class _SchemaCloser:
                 yield from self._all_parts(branch, seen_ids)
 
     def _definition_reference(self, ref: Any, is_merged: bool) -> Any:
-        """Return a reference to the closed target, added to `parts`: a schema may contain itself."""
+        """Return a `$ref` to the closed target of `ref`, which joins `parts` once, as a schema may contain itself."""
         if (target := self._reference_target(ref)) is None:
             return ref
         if (definition_key := (id(target), is_merged)) not in self._names:
@@ -318,7 +319,7 @@ class _SchemaCloser:
         return target
 
     def _check_distinct(self, branches: Any) -> None:
-        """Raise InputError where an answer may fit several branches of a oneOf."""
+        """Raise InputError where an answer may fit several branches of a oneOf, which llguidance reads as anyOf."""
         for branch, other_branch in permutations(
             ([*self._all_parts(branch_schema, set())] for branch_schema in branches), 2
         ):

@@ -13,7 +13,7 @@ SPACE, ANY_TEXT_RULE = r"/[ \t\n]{0,8}/", r"/(?s:.*)/"
 
 
 class ToolCallRules:
-    """Builds rules as they are needed; `wildcards` has the patterns of characters that stand for others."""
+    """Builds rules of a tool-call grammar; `wildcards`: what characters of texts stand for, as regular expressions."""
 
     def __init__(self, tokenizer: Tokenizer, wildcards: Mapping[str, str]) -> None:
         self._wild, self._rules = wildcards, list[str]()
@@ -36,7 +36,7 @@ class ToolCallRules:
         return [x for x in (*text_parts, text[at:]) if isinstance(x, int) or x.strip()]
 
     def text(self, text: str | Sequence[str | int], is_first: bool = False) -> str:
-        """Return a rule of a text, or of its parts, with any white space around them; none before if `is_first`."""
+        """Return a rule that reads a text, or its parts, with white space around them; none before if `is_first`."""
         parts = self.split_tokens(text) if isinstance(text, str) else text
         symbols = (f"<[{part}]>" if isinstance(part, int) else self._words(part) for part in parts)
         return " ".join(
@@ -58,7 +58,7 @@ class ToolCallRules:
         return self._add_rule("", f"%json {guidance_schema(schema)}")
 
     def free_text_rule(self, stop_text: str) -> str:
-        """Return a rule of any text up to `stop_text`, and that text."""
+        """Return a rule that reads any text up to and with `stop_text`."""
         stop_parts = self.split_tokens(stop_text)
         if stop_parts and isinstance(stop_parts[0], int):
             return f"{self._add_rule('', ANY_TEXT_RULE)} {self.text(stop_parts)}"
@@ -67,7 +67,7 @@ class ToolCallRules:
         return f"{stop_rule} {self.text(other_parts)}"
 
     def bare_object_rule(self, quote: str) -> str:
-        """Return a rule of any object with bare keys, and strings between `quote`, as in llama.cpp's grammar."""
+        """Return the name of a rule for objects with unquoted keys, and strings between `quote`, as in llama.cpp."""
         if not any(rule.startswith("bare:") for rule in self._rules):
             string_rule = f"{self.text(quote, True)} {self.free_text_rule(quote)}"
             scalar_pattern = (
@@ -85,7 +85,7 @@ class ToolCallRules:
         return rule_name
 
     def build_grammar(self, start_rule: str, otherwise: str = "") -> str:
-        """Return the whole grammar; `otherwise`: schema of a document that may come instead. Raises InputError."""
+        """Return the whole grammar; `otherwise`: JSON schema of a document that may come instead. Raises InputError."""
         if otherwise:
             start_rule = f"{start_rule} | {self.document(parse_schema(otherwise))}"
         return f"{LARK_HEADER}start: {start_rule}\n{''.join(self._rules)}"

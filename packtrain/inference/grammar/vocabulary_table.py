@@ -13,7 +13,7 @@ from packtrain.data.tokenizer.token_table import CONTROL, UNKNOWN, UNUSED
 
 
 def llguidance() -> Any:
-    """Import llguidance. Raises InputError if it is not installed."""
+    """Import and return the module llguidance. Raises InputError if it is not installed."""
     if find_spec("llguidance") is None:
         raise InputError(
             "grammars and JSON schemas need llguidance: pip install llguidance (or packtrain with its extra grammar)"
@@ -32,7 +32,7 @@ TOKEN_SLICES = (
 
 
 class _GuidanceTokenizer:
-    """A vocabulary with llguidance's interface. Control tokens are no text: only <name> and <[id]> allow them."""
+    """A tokenizer with llguidance's interface. Only `<name>` and `<[id]>` in a grammar allow control tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         count = tokenizer.vocab_size
@@ -55,7 +55,7 @@ class _GuidanceTokenizer:
 
 @lru_cache(maxsize=2)
 def table(tokenizer: Tokenizer) -> Any:
-    """Return llguidance's table of a vocabulary, an LLTokenizer."""
+    """Return the LLTokenizer of a vocabulary, from which llguidance computes masks; cached, as building it is slow."""
     library, words = llguidance(), _GuidanceTokenizer(tokenizer)
     wrapped = library.TokenizerWrapper(words)
     return library.LLTokenizer(
@@ -74,7 +74,7 @@ class DigitTokens(NamedTuple):
 
 @lru_cache(maxsize=2)
 def digit_tokens(tokenizer: Tokenizer) -> DigitTokens:
-    """Return a vocabulary's tokens that begin with digits."""
+    """Return the tokens of a vocabulary that begin with digits; cached."""
     pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
     ids = np.array([id for id, piece in enumerate(pieces) if piece[:1].isdigit()], np.int64)
     counts = np.array([len(pieces[id]) - len(pieces[id].lstrip(DIGITS)) for id in ids], np.int64)
@@ -84,6 +84,6 @@ def digit_tokens(tokenizer: Tokenizer) -> DigitTokens:
 
 
 def grammar_matcher(token_table: Any, source: str) -> Any:
-    """Create llguidance's matcher of a grammar for a vocabulary's table."""
+    """Create llguidance's LLMatcher, the state of one text; source: the grammar in Lark notation."""
     library = llguidance()
     return library.LLMatcher(token_table, library.LLMatcher.grammar_from_lark(source), log_level=0)

@@ -1,4 +1,4 @@
-"""Scales of adapters that each sequence of a context has chosen, see models.model_with_adapters."""
+"""The scales of LoRA adapters that each sequence of a context has chosen, see models.model_with_adapters."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from packtrain.models.lora import Lora
 
 
 class AdapterScales:
-    """`scales` (sequences, adapters), 0 at first: a sequence's new tokens are read with its current scales."""
+    """The scale of each adapter for each sequence, `scales` (sequences, adapters), 0 at first."""
 
     def __init__(self, lora: Lora | None, sequences: int) -> None:
         input_names = {} if lora is None else lora.scale_inputs()
@@ -28,7 +28,7 @@ class AdapterScales:
             self.scales[seq] = seq_scales
 
     def inputs(self, sets: Sequence[tuple[int, ...]], size: int) -> dict[str, np.ndarray]:
-        """Return inputs of a run of `size` tokens: the scales of each token, those of its first sequence."""
+        """Return the inputs of a run of `size` tokens: each token's scales, those of its first sequence in `sets`."""
         token_scales = np.zeros((size, self.scales.shape[1]), np.float32)
         token_scales[: len(sets)] = self.scales[[indices[0] for indices in sets]]
         return {name: token_scales[:, indices] for name, indices in self._owners.items()}

@@ -1,7 +1,8 @@
-"""The cells that the sequences of a context have, in the pool of all blocks and in the ring of those with a window.
+"""Which cells of the KV cache each sequence of a context has, by pool: `cell_`, `ring_` and `state_`.
 
-Knows no session: it says which cells to read and write, and which to move. A ring's cells are reused once no
-window has them; until then a sequence can be taken back.
+`cell_` has a cell for every token; `ring_` only those in the sliding windows of some blocks, reused once no window has
+them (until then a sequence can be taken back); `state_` has the states of scans. Knows no session: it says which cells
+to read and write, and which to move.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ class ContextError(ValueError):
 
 
 def at_least(min_value: int, **arguments: Any) -> None:
-    """Raise ContextError for an argument that is no whole number of at least `min_value`."""
+    """Raise ContextError for an argument, given by its name, that is no whole number of at least `min_value`."""
     for argument_name, value in arguments.items():
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not is_integer or value < min_value:
@@ -37,7 +38,7 @@ def at_least(min_value: int, **arguments: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """Tokens that run together: their inputs, the cells they took, their sequences, and the states they read."""
+    """The tokens of a run: their graph inputs, the cells they took by pool, their sequences, the states they read."""
 
     inputs: dict[str, np.ndarray]
     cells: dict[str, np.ndarray]
@@ -45,7 +46,7 @@ class PlacedTokens:
     state_source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
-        """Return whether a prompt goes on: a sequence with a state has several tokens, the last not in `rows`."""
+        """Return whether a run ended inside a prompt of `seq`: it has several tokens here, the last not in `rows`."""
         if not self.state_source.size:
             return False
         seq_tokens = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
@@ -54,7 +55,7 @@ class PlacedTokens:
 
 @dataclass(frozen=True, slots=True)
 class CellMove:
-    """Cells `source` of a pool that are copied to cells `to`, with positions changed by `by`; i32 arrays."""
+    """Cells `source` of a pool whose values are copied to cells `to`, with positions changed by `by`; i32 arrays."""
 
     source: np.ndarray
     to: np.ndarray
@@ -117,7 +118,7 @@ class CellPools:
 
     @property
     def checkpoint_spacing(self) -> int:
-        """Tokens between checkpoints."""
+        """Default number of tokens between two checkpoints of a sequence."""
         return max(self.window, CHECKPOINT_SPACING if self.num_states else 0)
 
     def check_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
@@ -129,7 +130,7 @@ class CellPools:
     # ---- taking cells
 
     def place_tokens(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> PlacedTokens:
-        """Take cells for the next tokens, each of one or several sequences. Raises CacheFull, and takes none."""
+        """Take cells for the next tokens and return these with them; sets: each token's sequences. Raises CacheFull."""
         seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
         token_positions = self.next_positions(sets)
         cells_by_pool = {"cell_": self.all.find_free_cells(seqs)}
@@ -162,7 +163,7 @@ class CellPools:
         return PlacedTokens(inputs, cells_by_pool, unique_seqs, state_source)
 
     def next_positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Return the positions of the next tokens. Raises ContextError where sequences that share a token differ."""
+        """Return the next tokens' positions, i32. Raises ContextError where sequences that share a token differ."""
         next_pos = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
         for i, token_seqs in enumerate(sets):
@@ -179,7 +180,7 @@ class CellPools:
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
-        """Return the first of the idle sequences that must go so that tokens of `seqs` fit. Raises CacheFull."""
+        """Return the first of `idle_seqs` that must go so that a token for each of `seqs` fits. Raises CacheFull."""
         for num_purged in range(len(idle_seqs) + 1):
             try:
                 self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))
@@ -192,7 +193,7 @@ class CellPools:
     def inputs(
         self, piece: PlacedTokens, size: int, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return the inputs of a run of `size` tokens; those beyond the piece read and write nothing."""
+        """Return the graph inputs for the cells of a run of `size` tokens; those beyond the placed ones are padding."""
         num_lines = count_lines(size, self.sequences)
         run_inputs = kv_cells.pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():
@@ -209,18 +210,18 @@ class CellPools:
         return run_inputs
 
     def free_tokens(self, piece: PlacedTokens) -> None:
-        """Free the cells of a piece that did not run."""
+        """Free the cells of placed tokens that did not run."""
         for pool, cells in piece.cells.items():
             self.pools[pool].release_cells(cells)
 
     def first_needed_pos(self, pool: str, seq: int, num_margin: int = RING_MARGIN) -> int:
-        """Return the first position whose cell in the pool a sequence's next tokens still attend to."""
+        """Return the first position that a sequence's next tokens read in a pool (in the ring less a margin)."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0
 
     def expire_ring(self, num_needed: int, freed_mask: int = 0) -> None:
-        """Free cells of the ring outside all windows, if fewer than `num_needed` are free without `freed_mask`."""
+        """Free cells of the ring outside all windows, if fewer than `num_needed` are free once `freed_mask` goes."""
         ring = self.pools["ring_"]
         for num_margin in (RING_MARGIN, 0):
             if len(ring.free_cells(0, freed_mask)) >= num_needed:
@@ -229,7 +230,7 @@ class CellPools:
                 ring.drop_positions(seq, until=self.first_needed_pos("ring_", seq, num_margin))
 
     def is_complete(self, seq: int) -> bool:
-        """Return whether a sequence has its state, and in the ring all positions that its next token attends to."""
+        """Return whether the cache has what a sequence's next token reads: its window in the ring, its scan state."""
         has_state = self.num_states and len(self.all.of(seq))
         if has_state and not len(self.pools[STATE].of(seq, self.first_needed_pos(STATE, seq))):
             return False
@@ -239,11 +240,11 @@ class CellPools:
         return len(self.pools["ring_"].of(seq, start_pos)) >= len(self.all.of(seq, start_pos))
 
     def state_end(self, seq: int) -> int:
-        """Return the position after the last state that a sequence still has."""
+        """Return the position up to which the cache has a sequence's scan state (of recurrent layers); 0: none."""
         return self.pools[STATE].next(seq) if self.num_states else 0
 
     def check_complete(self, seq: int) -> None:
-        """Raise ContextError if a sequence lacks cells or a state that its next token reads."""
+        """Raise ContextError if the cache lacks what a sequence's next token reads, see `is_complete`."""
         if not self.is_complete(seq):
             raise ContextError(
                 f"sequence {seq} was taken back further than its window or state is kept: remove it whole, or call"
@@ -253,7 +254,8 @@ class CellPools:
     # ---- changing sequences
 
     def copy(self, seq: int, to: int, since: int, until: int | None) -> dict[str, CellMove]:
-        """Give `to` the positions of `seq`, in place of its own there; returns the moves of cells by pool."""
+        """Give sequence `to` the positions of `seq` from `since` on, below `until`, instead of its own there; returns
+        the copies of cells, by pool, that the caller must carry out: none where sequences can share cells."""
         moves = dict[str, CellMove]()
         if self.parts:
             num_new_cells = len(self.all.of(seq, since, until)) - len(self.all.of(to, since, until))
@@ -279,9 +281,9 @@ class CellPools:
     def change_positions(
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1
     ) -> dict[str, CellMove]:
-        """Change positions of a sequence to pos // divisor + by, dropping those below 0; returns the moves by pool.
+        """Change positions of a sequence to pos // divisor + by, dropping those below 0; returns moves to run, by pool.
 
-        Cells that other sequences have, too, are copied first.
+        Cells that other sequences have, too, are copied first. The run of the moves also rotates keys.
         """
         at_least(-MAX_POSITION, by=by)
         at_least(1, divisor=divisor)
@@ -329,7 +331,7 @@ class CellPools:
 def move_inputs(
     moves: Mapping[str, CellMove], pools: Sequence[str], move_start: int, num_moves: int, input_names: Container[str],
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Return inputs of a run that moves `num_moves` cells per pool, from move `move_start` on; only `input_names`."""
+    """Return inputs, those of `input_names`, of a run that makes `num_moves` moves per pool, from `move_start` on."""
     inputs = dict[str, np.ndarray]()
     for pool in pools:
         empty_array = np.empty(0, np.int32)

@@ -44,9 +44,9 @@ class Context:
     spacing      tokens between checkpoints; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
     has_hidden_states   `choices` can return hidden states of any tokens, and `head_logits` logits from them
-    memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need, a number or a function
-                 of the cells; DoesNotFit names what fits
-    resident     limit of this process and the pages of the model in memory, together, as memory has it; on the CPU
+    memory       limit of this process, 1 << 30 or "1GiB"; DoesNotFit names what fits
+    beside       bytes of `memory` to leave for others, or a function that returns them for a number of cells
+    resident     limit of this process and the pages of the model in memory, together, like `memory`; on the CPU
     say          called with messages
     """
 
@@ -86,7 +86,7 @@ class Context:
         cls, config: Config, cache: CacheLayout, sizes: decode_plans.RunSizes,
         runs: Mapping[decode_plans.RunKey, Executor], sequences: int = 1, *, parts: bool = False, checkpoints: int = 0,
     ) -> "Context":  # fmt: skip
-        """Create a context with executors of `decode_plans.place_runs`, whose session has the weights."""
+        """Create a context in a session that others use, too, as a training run's, from executors of `place_runs`."""
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, self.pools.checkpoint_spacing)
@@ -98,7 +98,7 @@ class Context:
         executors: Mapping[decode_plans.RunKey, Executor], sequences: int, parts: bool,
     ) -> None:  # fmt: skip
         self.config, self.cache, self.sizes, self.runs = config, cache, run_sizes, executors
-        self._session, self._chooses = executors[1].session, SAMPLER_FLOATS in executors[1].inputs
+        self._session, self._draws = executors[1].session, SAMPLER_FLOATS in executors[1].inputs
         self.pools = CellPools.of(config, cache, sequences, parts)
         self.adapters = AdapterScales(config.lora, sequences)
         self._leaf_names = saved_state.leaf_names(config, cache)
@@ -127,10 +127,10 @@ class Context:
         wanted: Sequence[int] | None = None, stop: StopCallback | None = None,
         hidden_states: dict[int, np.ndarray] | None = None,
     ) -> list[SamplerInput]:  # fmt: skip
-        """Read the next tokens of sequences; returns for each wanted row what `chain.choose` needs for the next token.
+        """Read the next tokens; returns for each wanted row what `chain.choose` takes: logits, candidates or a token.
 
         chains  one for each wanted row; rows of one chain are consecutive tokens of its text
-        hidden_states  filled in for the tokens whose places are its keys, see `results.head_logits`
+        hidden_states  by place in `tokens`, values before the last norm (C,), filled in here; see `results.head_logits`
         """
         return self._run_tokens(tokens, seqs, wanted, stop, chains, hidden_states)
 
@@ -185,7 +185,7 @@ class Context:
         self, ids: np.ndarray, sets: list[tuple[int, ...]], rows: list[int], stop: StopCallback | None,
         done: list[PlacedTokens], row_results: RowResults,
     ) -> None:  # fmt: skip
-        """Run some tokens at once, or in halves where the ring has no room for all."""
+        """Run some tokens at once, or in halves where the ring lacks room; adds to `done` and `row_results`."""
         try:
             placed_tokens = self.pools.place_tokens(ids, sets)
         except CacheFull:
@@ -201,7 +201,7 @@ class Context:
         try:
             run_inputs = self.pools.inputs(placed_tokens, size, flash=self.config.flash)
             run_inputs |= self.adapters.inputs(sets, size)
-            run_inputs |= row_results.inputs(rows, self.sizes.num_rows(size), chosen=self._chooses)
+            run_inputs |= row_results.inputs(rows, self.sizes.num_rows(size), draws=self._draws)
             names = row_results.output_names(len(rows))
             row_results.add(len(rows), len(ids), self.runs[size](run_inputs, stop=stop, only=names))
         except BaseException:
@@ -223,7 +223,7 @@ class Context:
         return [int(t) for t in self.pools.tokens[self.pools.all.of(seq)]]
 
     def copy(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
-        """Copy positions of `seq` from `since` on, below `until`, to the sequence `to`. Both share cells."""
+        """Copy positions of `seq` from `since` on, below `until`, to `to`; they share cells, but not with `parts`."""
         self.pools.check_positions(seq, since, until)
         self.pools.check_positions(to)
         if seq != to:
@@ -268,7 +268,7 @@ class Context:
         self._idle_seqs[seq] = None
 
     def reuse(self, seq: int, tokens: Sequence[int]) -> int:
-        """Keep the longest prefix of a text that a sequence has; returns its tokens, at least one less than all."""
+        """Drop all of a sequence but its longest prefix of a text; returns that prefix's length, < len(tokens)."""
         self.pools.check_positions(seq)
         num_common, cached_tokens = 0, self.tokens(seq)
         positions = self.pools.all.pos[self.pools.all.of(seq)]
@@ -295,7 +295,7 @@ class Context:
     # ---- states
 
     def save(self, seqs: Sequence[int] | None = None) -> bytes:
-        """Return the state of sequences (None: all) for `restore` in a context of the same model and types."""
+        """Return the state of sequences (None: all), for `restore` in a context of the same model and cache type."""
         saved_seqs = range(self.pools.sequences) if seqs is None else seqs
         for seq in saved_seqs:
             self.pools.check_positions(seq)
@@ -336,7 +336,7 @@ class Context:
             raise ContextError(f"{path}: {error}") from None
 
     def _save_checkpoint(self, piece: PlacedTokens, rows: Sequence[int]) -> None:
-        """Save windows and states of sequences that a piece took past the next checkpoint, or near a prompt's end."""
+        """Save the windows and scan states of sequences that reached their next checkpoint or stopped in a prompt."""
         if (self.pools.ring_cells or self.pools.num_states) and self._checkpoints.max_checkpoints:
             for seq in piece.seqs:
                 if piece.goes_on(seq, rows) or self._checkpoints.is_due(seq, self.next(seq)):
@@ -346,7 +346,7 @@ class Context:
                     self._checkpoints.add_state(seq, self.next(seq), saved_sequences)
 
     def _restore_window(self, seq: int) -> int:
-        """Take a sequence back to its last checkpoint, or to nothing; returns the number of tokens it has then."""
+        """Take a sequence back to its last saved window and state, or to nothing; returns its number of tokens."""
         checkpoint = self._checkpoints.latest_state(seq, self.next(seq))
         num_retained = self.pools.state_end(seq)
         if num_retained > (checkpoint[0] if checkpoint else 0):  # the last run's first state

@@ -27,7 +27,7 @@ SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
 
 
 def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, np.ndarray]) -> int:
-    """Return private bytes of the session and executors of graphs; `shared` leaves are mapped from a file."""
+    """Return the private bytes of a session with executors of graphs; leaves in `shared` that files map cost none."""
     plans = {name: make_plan(placed_graph) for name, placed_graph in placed_graphs.items()}
     arena_nbytes = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
     leaves = (leaf for placed in placed_graphs.values() for leaf in placed.graph.leaves)
@@ -41,7 +41,7 @@ def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, n
 
 
 def windows_nbytes(config: Config, cache: CacheLayout, num_checkpoints: int) -> int:
-    """Return the bytes of `num_checkpoints` checkpoints and one more in the making."""
+    """Return the bytes of `num_checkpoints` saved windows and scan states, and of one more in the making."""
     if not num_checkpoints:
         return 0
     state_nbytes = sum(leaf.spec.nbytes for leaf in cache.scan_states(config).values())
@@ -71,7 +71,7 @@ class ContextPlan:
     has_hidden_states: bool = False
 
     def graphs(self, num_cells: int) -> tuple[CacheLayout, dict[RunKey, Placed]]:
-        """Lay out the cells and place the graphs. Raises ContextError."""
+        """Return the layout of a cache of `num_cells` cells and the placed graphs of its runs. Raises ContextError."""
         config, sizes = self.model.config, self.run_sizes
         max_seq_cells = self.longest or (num_cells // self.sequences if self.parts else num_cells)
         kind = self.sequences, self.cache, sizes.token_counts[0], self.swa_full
@@ -82,7 +82,7 @@ class ContextPlan:
         )  # fmt: skip
 
     def nbytes(self, num_cells: int) -> int:
-        """Return the private bytes of the context and of its checkpoints."""
+        """Return the private bytes of a context of `num_cells` cells and of its checkpoints."""
         layout, placed_graphs = self.graphs(num_cells)
         nbytes = windows_nbytes(self.model.config, layout, self.checkpoints * self.sequences)
         return graphs_nbytes(placed_graphs, self.model.stored()) + nbytes
@@ -118,7 +118,7 @@ def check_room(num_cells: int, memory: int | str, needed_nbytes: Callable[[int],
 
 @contextmanager
 def pages_within(resident: int | str | None, needed_nbytes: Callable[[], int]) -> Iterator[None]:
-    """Limit pages of mapped files to what `resident`, a size, leaves beside private memory; None: no limit.
+    """Within the block, limit pages of mapped files to what `resident` leaves beside private memory; None: no limit.
 
     needed_nbytes  returns the private bytes that will be allocated
     Raises DoesNotFit, which names a size that would do, if one call reads more than that.

@@ -31,14 +31,14 @@ RunKey = int | str
 
 @dataclass(frozen=True, slots=True)
 class RunSizes:
-    """Numbers of tokens that a run can take, descending to 1, and the most rows of results that it gives."""
+    """The numbers of tokens for which a context has a graph, descending to 1, and the most rows of results of a run."""
 
     token_counts: tuple[int, ...]
     rows: int
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Choose the run sizes of a context: `prompts` to read prompts; `rows` results a run, 0: one a token."""
+        """Choose run sizes: `prompts`, and powers of two for up to `rows` answers; rows 0: a result a token."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
@@ -56,9 +56,10 @@ class RunSizes:
     def parts(
         self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int], *, states: bool = False,
     ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:  # fmt: skip
-        """Divide tokens into runs; yields the tokens of each, their sequences, and the rows wanted of them.
+        """Divide tokens into runs; yields each run's tokens, their sequences, and which of them (indices) have results.
 
-        states  sequences have states: their tokens must share sequences, and a run ends near the end of a prompt
+        sets    sequences of each token; rows: indices of tokens with results
+        states  the model has scans: tokens of a run must share sequences alike, and a run ends near the end of a prompt
         """
         cuts = state_cuts(sets, rows) if states else []
         at = 0
@@ -70,7 +71,7 @@ class RunSizes:
             if len(run_rows) > max_rows:
                 run_end = run_rows[max_rows]
             if states:
-                run_end = alike(sets, at, min([run_end, *(cut for cut in cuts if cut > at)]))
+                run_end = shared_end(sets, at, min([run_end, *(cut for cut in cuts if cut > at)]))
             run_rows = [output_row for output_row in run_rows if output_row < run_end]
             token_ids = np.array(tokens[at:run_end], np.int32)
             yield token_ids, sets[at:run_end], [output_row - at for output_row in run_rows]
@@ -78,7 +79,7 @@ class RunSizes:
 
 
 def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
-    """Return indices a few tokens before the ends of prompts, where a state is saved: texts often go back there."""
+    """Return where runs end a few tokens before the ends of prompts, to save scan states: texts often go back there."""
     tokens_by_seq = dict[int, list[int]]()
     for i, token_seqs in enumerate(sets):
         tokens_by_seq.setdefault(token_seqs[0], []).append(i)
@@ -90,8 +91,9 @@ def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
     ]
 
 
-def alike(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
-    """Return the first index where a sequence shares a token with other sequences than before; else `run_end`."""
+def shared_end(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
+    """Return the first index where a sequence shares a token with others than before, where a run must end; else
+    `run_end`, as runs with states take sequences that share all their tokens or none."""
     seqs_by_member = dict[int, frozenset[int]]()
     for i in range(run_start, run_end):
         token_seqs = frozenset(sets[i])
@@ -104,7 +106,7 @@ def make_cache(
     config: Config, num_cells: int, num_sequences: int, dtype: str, max_run_tokens: int, swa_full: bool, *,
     longest: int = 0,
 ) -> CacheLayout:  # fmt: skip
-    """Create the cache layout of a context whose runs take `max_run_tokens` tokens; with a ring if that is smaller."""
+    """Create the cache layout of a context whose runs take `max_run_tokens`; windows get a ring if that is smaller."""
     if dtype not in CACHE_TYPES:
         raise ContextError(f"cache is {dtype!r}; it must be one of {', '.join(CACHE_TYPES)}")
     block_size = DTYPES[dtype].block
@@ -123,11 +125,11 @@ def place_runs(
     config: Config, cache: CacheLayout, run_sizes: RunSizes, weight_types: Mapping[str, Dtype] = transformer.NO_TYPES,
     target: Target = CPU, *, hidden: bool = False, has_moves: bool = False, has_hidden_states: bool = False,
 ) -> dict[RunKey, Placed]:  # fmt: skip
-    """Place the graphs of a context, by the number of tokens of a run; `move` moves cells.
+    """Place the graphs of a context: those that run tokens by their number, and `move`, which moves cells.
 
-    has_hidden_states    runs can also return `hidden_states`, from which `head` computes logits, some rows at a time
     weight_types  element types of weights that are not f32
     hidden        the results are the output of the last norm instead of logits
+    has_hidden_states    runs can also return `hidden_states`, from which `head` computes logits, some rows at a time
     """
     placed_graphs = dict[RunKey, Placed]()
     for run_size in run_sizes.token_counts:
@@ -149,7 +151,7 @@ def place_runs(
 
 
 def head_graph(config: Config, weight_types: Mapping[str, Dtype]) -> Graph:
-    """Return the graph of the logits of some hidden states, as many as MAX_HEAD_LOGITS allow."""
+    """Return the graph from hidden states (rows, C) to logits, with as many rows as MAX_HEAD_LOGITS allow."""
     num_rows = max(min(MAX_HEAD_LOGITS // config.vocab_size, MAX_HEAD_ROWS), 1)
     states = input(HIDDEN_STATES, (num_rows, config.embedding_length))
     exact, leaves = replace(config, precision="f32"), transformer.weights(config, weight_types)

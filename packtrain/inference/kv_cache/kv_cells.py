@@ -18,7 +18,7 @@ class CacheFull(RuntimeError):
 
 
 def bit(seq: int) -> int:
-    """Return the set, as bits, that holds one sequence."""
+    """Return the bit mask of one sequence; sets of sequences are such masks."""
     return 1 << seq
 
 
@@ -46,43 +46,43 @@ class CellTable:
         return self._ordered_cells[seq]
 
     def of(self, seq: int, since: int = 0, until: int | None = None) -> np.ndarray:
-        """Return the cells of a sequence with positions from `since` on, below `until`, by position."""
+        """Return the cells of a sequence that have positions from `since` on, below `until`, ordered by position."""
         cells = self.ordered_cells(seq)
         pos = self.pos[cells]
         selected: np.ndarray = cells[(pos >= since) & (pos < (BEYOND if until is None else until))]
         return selected
 
     def next(self, seq: int) -> int:
-        """Return the position after the last one of a sequence."""
+        """Return the position after the last one of a sequence; 0 if the sequence is empty."""
         cells = self.ordered_cells(seq)
         return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
-    def free_cells(self, seq: int, gone: int = 0) -> np.ndarray:
-        """Return cells that a sequence may take: those that are free once the set `gone` of sequences is dropped."""
+    def free_cells(self, seq: int, freed: int = 0) -> np.ndarray:
+        """Return cells that a sequence may take: those that no sequence has, or only those of the set `freed`."""
         if self.num_parts == 1:
-            return np.flatnonzero(self.sets & ~gone == 0)
+            return np.flatnonzero(self.sets & ~freed == 0)
         size = len(self) // self.num_parts
-        return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~gone == 0)
+        return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~freed == 0)
 
-    def find_free_cells(self, seqs: np.ndarray, gone: int = 0) -> np.ndarray:
-        """Return a free cell for each of `seqs`, i32, as if the set `gone` were dropped. Raises CacheFull."""
+    def find_free_cells(self, seqs: np.ndarray, freed: int = 0) -> np.ndarray:
+        """Return a free cell for each of `seqs`, i32, as if the set `freed` were dropped. Raises CacheFull."""
         if self.num_parts == 1:
-            return self._first_free_cells(len(seqs), 0, gone)
+            return self._first_free_cells(len(seqs), 0, freed)
         cells = np.empty(len(seqs), np.int32)
         for seq in np.unique(seqs):
             mask = seqs == seq
-            cells[mask] = self._first_free_cells(int(mask.sum()), int(seq), gone)
+            cells[mask] = self._first_free_cells(int(mask.sum()), int(seq), freed)
         return cells
 
-    def _first_free_cells(self, num_wanted: int, seq: int, gone: int) -> np.ndarray:
-        free = self.free_cells(seq, gone)
+    def _first_free_cells(self, num_wanted: int, seq: int, freed: int) -> np.ndarray:
+        free = self.free_cells(seq, freed)
         if len(free) < num_wanted:
             cells_per_part = len(self) // self.num_parts
             raise CacheFull(f"{num_wanted} cells wanted, {len(free)} of {cells_per_part} are free")
         return free[:num_wanted].astype(np.int32)
 
     def assign_cells(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
-        """Set the positions and sets of cells."""
+        """Set the positions of cells, and the sequences that have them, as bit masks."""
         self.pos[cells], self.sets[cells] = pos, sets
         self._ordered_cells.clear()
 
@@ -120,7 +120,8 @@ class CellTable:
     def line_inputs(
         self, seqs: Sequence[int], lines: int, prefix: str, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return inputs of a run: positions of all cells, and a line of cells for each sequence."""
+        """Return inputs of a run: positions of all cells, and for each sequence a line of its cells' indices, or
+        without `flash` (fused attention) a line of all cells with 1 for its own."""
         if not flash:
             visible_cells = np.zeros((lines, len(self)), np.float32)
             for line, seq in enumerate(seqs):
@@ -133,7 +134,7 @@ class CellTable:
         return {f"{prefix}pos": self.pos, f"{prefix}order": cell_order, f"{prefix}counts": counts}
 
     def before(self, seqs: Sequence[int], new_cells: np.ndarray, lines: np.ndarray) -> np.ndarray:
-        """Return the cells (T, width) of the last tokens up to each of `new_cells`, its own last; -1: there is none.
+        """Return for each new cell the cells (T, width) of the last tokens up to it, for convolutions; -1: none.
 
         lines  index into `seqs` for each new cell; other values, as of padding, see no cells
         """
@@ -150,7 +151,7 @@ class CellTable:
         self, seqs: Sequence[int], start_positions: Sequence[int], last: Sequence[int],
         state_owners: Sequence[tuple[int, ...]],
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Take a cell for each sequence's state after position `last`; returns the cells to read, and those to write.
+        """Take a cell for each sequence's scan state after position `last`; returns cells to read, and cells to write.
 
         start_positions  first position of each sequence without a state; 0: there is no state to read
         state_owners     sequences that will have each new state
@@ -197,7 +198,7 @@ class CellTable:
 
 
 def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:
-    """Return inputs of a run: the state cells that lines read and write; the last line is padding."""
+    """Return inputs of a run: the cells of scan states that each line, a sequence, reads and writes; -1: padding."""
     padding = (0, lines - len(source))
     return {
         f"state_{name}": np.pad(cells, padding, constant_values=-1).astype(np.int32)
@@ -206,7 +207,7 @@ def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dic
 
 
 def pad_inputs(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
-    """Pad inputs to a run of `size` tokens, i32: the added tokens see nothing and write nothing."""
+    """Return inputs, i32, padded to a run of `size` tokens: the added tokens see nothing and write nothing."""
     padding_values = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
     every = dict[str, np.ndarray]()
     for name, value in inputs.items():

@@ -1,4 +1,4 @@
-"""Results that leave the device for the wanted rows of a call: all logits, or what their sampler chains still need.
+"""What leaves the device for a call's wanted rows: all logits, or only what their sampler chains still need.
 
 Settings of samplers are inputs by row, so that the plans of a context serve any chains.
 """
@@ -26,7 +26,7 @@ SAMPLER_FLOATS, SAMPLER_INTS = "sampling.numbers", "sampling.counts"
 
 
 def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of a run: logits (N, V), and from them candidates (N, k) and the token (N,) of each row."""
+    """Return a run's outputs: logits (N, V), and from them each row's candidates (N, k) and sampled token (N,)."""
     n, vocab_size = logits.shape
     candidate_ids, candidate_logits = ops.candidates(
         logits, k=min(sampling.MAX_CANDIDATES, vocab_size)
@@ -37,7 +37,7 @@ def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
 
 
 def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
-    """Return indices of the tokens with results; None: the last of each sequence. Raises ContextError."""
+    """Return the indices of tokens with results; None: the last of each sequence. Raises ContextError."""
     last_rows = {seqs[0]: i for i, seqs in enumerate(sets)}
     rows = sorted(last_rows.values()) if requested_rows is None else [*requested_rows]
     all_integers = all(isinstance(row, int | np.integer) for row in rows)
@@ -48,7 +48,7 @@ def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] |
 
 
 def head_logits(head: Executor, hidden_states: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the logits (V,) after each token from its hidden state (C,), computed for some tokens at a time."""
+    """Yield the logits (V,) of each hidden state (C,); `head` is the executor of `decode_plans.head_graph`."""
     num_rows, width = head.inputs[HIDDEN_STATES][2].shape
     for start in range(0, len(hidden_states), num_rows):
         chunk, rows = hidden_states[start : start + num_rows], np.zeros((num_rows, width), "f4")
@@ -58,7 +58,7 @@ def head_logits(head: Executor, hidden_states: Sequence[np.ndarray]) -> Iterator
 
 @dataclass(slots=True)
 class RowResults:
-    """The sampler cuts of a call's wanted rows, in order, and the results of the first rows so far.
+    """The results of a call's wanted rows so far, and the sampler cut of each row: how far the graph samples.
 
     hidden_states  values before the last norm of the tokens at its keys, filled in
     """
@@ -70,7 +70,7 @@ class RowResults:
 
     @classmethod
     def for_chains(cls, num_rows: int, chains: Sequence[sampling.Chain] | None) -> "RowResults":
-        """Create results of rows with these chains; a chain's rows are consecutive tokens. None: logits."""
+        """Create results for rows, none yet; chains: the sampler chain of each row; None: rows give logits."""
         if chains is None:
             return cls([sampling.SamplerCut()] * num_rows)
         if len(chains) != num_rows:
@@ -83,11 +83,11 @@ class RowResults:
             tokens_before[id(chain)] += 1
         return cls(sampler_cuts)
 
-    def inputs(self, rows: Sequence[int], num_rows: int, *, chosen: bool) -> dict[str, np.ndarray]:
-        """Return inputs of a run of `num_rows` rows, the next ones `rows`; `chosen`: with settings of samplers."""
+    def inputs(self, rows: Sequence[int], num_rows: int, *, draws: bool) -> dict[str, np.ndarray]:
+        """Return inputs of a run with room for `num_rows` results: of tokens `rows`; if it `draws`, with settings."""
         padded_rows = np.full(num_rows, -1, np.int32)
         padded_rows[: len(rows)] = rows
-        if not chosen:
+        if not draws:
             return {"rows": padded_rows}
         float_settings, int_settings = np.zeros((num_rows, 3)), np.zeros((num_rows, 3), np.int64)
         for row_index, cut in enumerate(self._next_cuts(len(rows))):
@@ -95,12 +95,12 @@ class RowResults:
         return {"rows": padded_rows, SAMPLER_FLOATS: float_settings, SAMPLER_INTS: int_settings}
 
     def output_names(self, num_rows: int) -> set[str]:
-        """Return the names of the outputs that the next `num_rows` rows need."""
+        """Return the names of the graph's outputs that the next `num_rows` rows need."""
         names = {name for cut in self._next_cuts(num_rows) for name in OUTPUT_NAMES[cut.leaves]}
         return names | ({HIDDEN_STATES} if self.hidden_states else set())
 
     def add(self, num_rows: int, num_tokens: int, outputs: Mapping[str, np.ndarray]) -> None:
-        """Add the outputs of a run of the next tokens as results of the next `num_rows` rows."""
+        """Add the outputs of a run of the next `num_tokens` tokens as results of the next `num_rows` rows."""
         for position in range(self.num_tokens, self.num_tokens + num_tokens):
             if position in self.hidden_states:
                 self.hidden_states[position] = outputs[HIDDEN_STATES][position - self.num_tokens]

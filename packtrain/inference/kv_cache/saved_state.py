@@ -1,6 +1,6 @@
 """The state of sequences: cells, tokens, keys and values; as bytes with a version, a checksum and their origin.
 
-Saved states let a text go back further than the ring of cells of a window.
+From saved states a text can go back further than the ring of cells of a window reaches.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ ORIGIN_LABELS = {
 
 
 def state_origin(model: ModelFile, cache: CacheLayout) -> StateOrigin:
-    """Return the origin of states of a context with this model and cache."""
+    """Return what identifies this model and cache, by samples of all tensors, so that states of others are refused."""
     digest, adapter_digest = hashlib.sha256(), hashlib.sha256()
     digest.update(repr(replace(model.config, lora=None, flash=True)).encode())
     for name in model.gguf.entries:
@@ -63,7 +63,7 @@ def state_origin(model: ModelFile, cache: CacheLayout) -> StateOrigin:
 
 
 def leaf_names(config: Config, cache: CacheLayout) -> dict[str, list[str]]:
-    """Return the names of the leaves of each pool of cells."""
+    """Return by pool the names of the leaves (graph state) that hold the keys and values, or states, of its cells."""
     names_by_pool = dict[str, list[str]]()
     for i in range(config.block_count):
         leaf_labels = (leaf.label for leaf in cache.leaves(config, i).values())
@@ -73,7 +73,7 @@ def leaf_names(config: Config, cache: CacheLayout) -> dict[str, list[str]]:
 
 
 def views(pools: CellPools, leaves: Mapping[str, list[str]], session: Session) -> Leaves:
-    """Return the arrays of each pool of cells by name."""
+    """Return the session's arrays of keys, values and states, by pool and leaf."""
     return {pool: {n: session.view(n) for n in leaves.get(pool, ())} for pool in pools.pools}
 
 
@@ -103,7 +103,7 @@ class SavedSequences:
         cls, pools: CellPools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
         has_all_pools: bool = True,
     ) -> "SavedSequences":  # fmt: skip
-        """Copy the cells of sequences; without `has_all_pools`, only of pools that cannot go back anywhere."""
+        """Return a copy of sequences' cells; without `has_all_pools` only of ring and states, which are reused."""
         parts = dict[str, SavedCells]()
         for pool, pool_cells in pools.pools.items():
             if pool == "cell_" and not has_all_pools:
@@ -148,7 +148,7 @@ class SavedSequences:
     def _find_cells(
         self, pools: CellPools, pool: str, target_mask: int, to: Sequence[int]
     ) -> np.ndarray:
-        """Find a cell for each saved cell of a pool, free once the sequences of `target_mask` are. Raises CacheFull."""
+        """Find a cell for each saved one of a pool, free once `target_mask`'s sequences are. Raises CacheFull."""
         cells, part = pools.pools[pool], self.parts[pool]
         if pool == "ring_":
             pools.expire_ring(len(part.pos), target_mask)
@@ -162,7 +162,7 @@ class SavedSequences:
 
 
 def move_states(session: Session, leaf_labels: Sequence[str], move: CellMove) -> None:
-    """Copy states of sequences within the session, from `move.source` to `move.to`."""
+    """Copy scan states of sequences within the session, from cells `move.source` to `move.to`."""
     for leaf_label in leaf_labels:
         state_rows = session.view(leaf_label)[move.source]
         session.fill(leaf_label, partial(put_rows, at=move.to, rows=state_rows))
@@ -176,7 +176,7 @@ def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
 
 
 def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
-    """Pack sequences into bytes: head, description, the arrays of each part, and the SHA-256 of all of them."""
+    """Return sequences as bytes: head, description, the arrays of each part, and the SHA-256 of all of them."""
     parts = stored.parts.items()
     cell_counts = {pool: len(saved_cells.pos) for pool, saved_cells in parts}
     description = {
@@ -200,13 +200,13 @@ def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequ
     if version != VERSION:
         fact = f"the state has version {version}; this packtrain reads version {VERSION}"
         raise ContextError(fact)
-    saved_origin, seqs, counts, scales = _described(bytes(payload[HEAD.size : HEAD.size + size]))
+    saved_origin, seqs, counts, scales = _parse_meta(bytes(payload[HEAD.size : HEAD.size + size]))
     for name, value in asdict(origin).items():
         if getattr(saved_origin, name) != value:
             raise ContextError(
                 f"the state was saved with another {ORIGIN_LABELS[name]}; use the same, or read the text anew"
             )
-    cells_by_pool = _parts(payload[HEAD.size + size :], counts, leaves)
+    cells_by_pool = _cells(payload[HEAD.size + size :], counts, leaves)
     for saved_cells in cells_by_pool.values():
         is_owned = (saved_cells.sets > 0) & (saved_cells.sets < bit(len(seqs)))
         if not is_owned.all() or not (saved_cells.pos >= 0).all():
@@ -214,8 +214,8 @@ def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequ
     return SavedSequences(seqs, cells_by_pool, scales)
 
 
-def _described(text: bytes) -> tuple[StateOrigin, list[int], dict[str, int], list[list[float]]]:
-    """Parse a state's description: origin, sequences, cells per pool, adapter scales. Raises ContextError."""
+def _parse_meta(text: bytes) -> tuple[StateOrigin, list[int], dict[str, int], list[list[float]]]:
+    """Parse a state's description: origin, sequences, cells by pool, adapter scales. Raises ContextError."""
     try:
         description = json.loads(text)
         cell_counts = {pool: int(num_cells) for pool, num_cells in description["cells"].items()}
@@ -226,8 +226,8 @@ def _described(text: bytes) -> tuple[StateOrigin, list[int], dict[str, int], lis
         raise ContextError("the state is damaged: its description cannot be read") from None
 
 
-def _parts(data: memoryview, counts: Mapping[str, int], leaves: Leaves) -> dict[str, SavedCells]:
-    """Read the saved cells of each pool from bytes. Raises ContextError."""
+def _cells(data: memoryview, counts: Mapping[str, int], leaves: Leaves) -> dict[str, SavedCells]:
+    """Parse saved cells; counts: cells by pool; leaves: arrays of the same types by pool. Raises ContextError."""
     parts, at = dict[str, SavedCells](), 0
     for pool, named in leaves.items():
         num_cells, arrays = counts.get(pool, -1), list[np.ndarray]()
@@ -251,7 +251,7 @@ REREAD_MESSAGE = "sequence {}: no checkpoint is left of its window; its text is 
 
 @dataclass(slots=True)
 class StateCheckpoints:
-    """At most `max_checkpoints` states of each sequence, `token_spacing` tokens apart; the oldest go first."""
+    """At most `max_checkpoints` saved windows or states a sequence, `token_spacing` tokens apart; old ones go first."""
 
     max_checkpoints: int
     token_spacing: int

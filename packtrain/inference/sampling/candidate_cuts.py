@@ -1,7 +1,5 @@
-"""Cuts of sampler chains: the graph does the first part (see ops.choosing), the host finishes.
-
-No other module decides where a chain is cut.
-"""
+"""Cuts of sampler chains: the graph runs the first samplers on the device (see ops.choosing), the host finishes. No
+other module decides where a chain is cut."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +14,7 @@ SEEDS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SamplerCut:
-    """The cut of a chain: results that leave the device for a row, and settings of the graph's samplers.
+    """The cut of a chain: what leaves the device for a row of logits, and settings of the graph's samplers.
 
     numbers       temperature, top-p, min-p
     int_settings  top-k, seed, index of the token in its text
@@ -27,17 +25,17 @@ class SamplerCut:
     int_settings: tuple[int, int, int] = (1, 0, 0)
 
 
-def token_cut(place: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCut:
-    """Return where to cut a chain for the token `index`; `place` is the cut for any token, see `base_cut`."""
-    if place.leaves != TOKEN or place.numbers[0] <= 0:  # no draw
-        return place
+def token_cut(base: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCut:
+    """Return how far the graph samples token `index` of a text, a chain's cut: `base`, with seed and index to draw."""
+    if base.leaves != TOKEN or base.numbers[0] <= 0:  # no draw
+        return base
     if seed >= SEEDS:
         return SamplerCut(CANDIDATES)
-    return replace(place, int_settings=(s.top_k, seed, index))
+    return replace(base, int_settings=(s.top_k, seed, index))
 
 
 def base_cut(s: Sampling) -> SamplerCut:
-    """Return where to cut a chain with these settings, for any token."""
+    """Return how far the graph samples any token with these settings, a chain's cut: as many samplers as it can."""
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
         return SamplerCut()

@@ -17,7 +17,7 @@ Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 def dry_penalty(
     c: Candidates, recent_ids: Sequence[int], breakers: Breakers, multiplier: float, base: float, allowed_length: int,
 ) -> Candidates:  # fmt: skip
-    """Subtract multiplier · base^(length − allowed) from tokens that extend a repetition of `length` tokens."""
+    """Return candidates, less multiplier · base^(length − allowed) for tokens that extend a repetition of `length`."""
     if not multiplier or base < 1 or len(recent_ids) <= allowed_length:
         return c
     max_length = _unbroken_length(recent_ids, breakers)
@@ -34,7 +34,7 @@ def dry_penalty(
 
 
 def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
-    """Return how many of the last tokens come after the last breaker."""
+    """Return how many tokens the text has after its last breaker: repetitions are not followed beyond one."""
     num_tokens = len(recent_ids)
     for num_back in range(num_tokens):
         at = num_tokens - 1 - num_back
@@ -46,7 +46,7 @@ def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
 
 
 def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int, int]:
-    """Return tokens that followed earlier copies of the text's end, each with its longest copy, ≤ `max_length`."""
+    """Return for each token that followed an earlier copy of the text's end the length of its longest such copy."""
     lengths_by_id: dict[int, int] = {}
     reversed_ids = np.asarray(recent_ids)[::-1]
     for k, length in enumerate(_z_lengths(reversed_ids)):
@@ -73,7 +73,8 @@ def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
 def find_breakers(
     texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Return tokens that contain a breaker or end with its beginning, each with the ids that complete it."""
+    """Return tokens that contain one of `texts`, at which `dry_penalty` ends repetitions, or end with its beginning;
+    each with the ids that complete the text."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:

@@ -24,7 +24,7 @@ class Constraint(Protocol):
         """Return the mask (size,) bool of tokens that can come; None: all."""
 
     def accept(self, id: int) -> None:
-        """Advance by the token that came."""
+        """Advance the constraint by the token that the text got."""
 
     def copy(self) -> "Constraint":
         """Return an independent constraint in the same state."""
@@ -81,13 +81,13 @@ class Chain:
         return self._constraint is not None and self._constraint.over
 
     def cut(self, ahead: int = 0) -> SamplerCut:
-        """Return the cut, what must leave the device, for the token `ahead` places after the next one."""
+        """Return the cut for the token `ahead` places after the next: the graph gives logits, candidates or it."""
         if self.whole:
             return SamplerCut()
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)
 
     def choose(self, result: SamplerInput) -> int:
-        """Choose the next token from the result that left the device; of equal logits the lowest id wins.
+        """Choose the next token from logits, candidates or a token drawn in the graph; of equal logits the lowest id.
 
         Raises InputError if a logit is not finite.
         """
@@ -108,24 +108,24 @@ class Chain:
         ids = all_ids if allowed is None else np.flatnonzero(allowed)
         return Candidates(ids, logits[ids].astype(np.float64))
 
-    def left(self, logits: np.ndarray) -> Candidates:
-        """Return the candidates that the samplers leave, from which `choose` draws. Raises InputError."""
-        return self._left(
+    def remaining_candidates(self, logits: np.ndarray) -> Candidates:
+        """Return the candidates that the samplers leave, from which `choose` would draw. Raises InputError."""
+        return self._filter(
             self._allowed(logits), len(logits), samplers.token_rng(self.seed, self.index)
         )
 
     def _draw_next(self, c: Candidates, vocab_size: int) -> int:
-        """Apply the samplers to candidates and draw the next token."""
+        """Apply the samplers to candidates and return the token that is drawn from the rest."""
         rng = samplers.token_rng(self.seed, self.index)
-        c = self._left(c, vocab_size, rng)
+        c = self._filter(c, vocab_size, rng)
         id = samplers.draw_token(c, rng)
         if self.sampling.mirostat:
             settings = self.sampling
             self.mu = update_mu(c, id, self.mu, settings.mirostat_ent, settings.mirostat_lr)
         return id
 
-    def _left(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
-        """Apply biases and samplers to candidates. Raises InputError if no token is left."""
+    def _filter(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
+        """Return the candidates that biases and samplers leave. Raises InputError if no token is left."""
         if self._biases:
             c = samplers.logit_bias(c, self._biases)
             c = c.select(c.logits > -np.inf)
@@ -141,7 +141,7 @@ class Chain:
         return c
 
     def accept(self, id: int) -> None:
-        """Record the token that came, chosen by this chain or not."""
+        """Record the token that the text got, chosen by this chain or not."""
         self.recent.append(id)
         self.index += 1
         if self._constraint:
@@ -152,13 +152,13 @@ class Chain:
         return self.recent if count < 0 else self.recent[max(len(self.recent) - count, 0) :]
 
     def penalised(self, c: Candidates) -> Candidates:
-        """Apply the penalties on recent tokens."""
+        """Return candidates with repeat, frequency and presence penalties on recent tokens."""
         s = self.sampling
         penalty_args = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
         return samplers.recent_penalties(c, self.last(s.repeat_last_n), *penalty_args)
 
     def dried(self, c: Candidates) -> Candidates:
-        """Apply DRY's penalty on repetitions."""
+        """Return candidates with DRY's penalty on repetitions."""
         settings = self.sampling
         dry_args = settings.dry_multiplier, settings.dry_base, settings.dry_allowed_length
         return dry_penalty(c, self.last(settings.dry_penalty_last_n), self._breakers, *dry_args)

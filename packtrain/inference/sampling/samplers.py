@@ -46,7 +46,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def log_sum_exp(logits: np.ndarray) -> float:
-    """Return ln(sum of e**logits) of logits (V,): exponentials in their type, the sum in f64."""
+    """Return ln(Σ exp(logit)) of logits (V,): exponentials in their type, the sum in f64."""
     top = float(logits.max())
     return top + math.log(np.exp(logits - logits.max()).sum(dtype=np.float64))
 
@@ -210,7 +210,7 @@ def token_rng(seed: int, index: int) -> np.random.Generator:
 
 
 def draw_token(c: Candidates, rng: np.random.Generator) -> int:
-    """Draw an id by its probability: the first whose running sum of exp(logit − max) exceeds u · the total."""
+    """Return an id drawn by probability: the first whose running sum of exp(logit − max) exceeds u · the total."""
     total = np.cumsum(np.exp(c.logits - c.logits.max()))
     drawn_index = int(np.searchsorted(total, rng.random() * total[-1], side="right"))
     return int(c.ids[min(drawn_index, len(c.ids) - 1)])

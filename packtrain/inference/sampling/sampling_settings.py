@@ -105,7 +105,7 @@ class Sampling:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of the samplers. Raises InputError."""
+        """The samplers' names in the order in which they apply. Raises InputError for an unknown one."""
         return parse_samplers(self.samplers)
 
     @property
@@ -116,7 +116,7 @@ class Sampling:
 
     @property
     def biases(self) -> Mapping[int, float]:
-        """Sums of --logit-bias by token id. Raises InputError."""
+        """What --logit-bias adds to logits, by token id. Raises InputError."""
         bias_by_id: dict[int, float] = {}
         for text in self.logit_bias:
             token_id, bias = parse_bias(text)
@@ -134,12 +134,12 @@ class Sampling:
 
 @lru_cache(maxsize=64)
 def parse_samplers(names: str) -> tuple[str, ...]:
-    """Parse names separated by `;` into the samplers' own names. Raises InputError."""
-    return tuple(named(sampler_name) for sampler_name in names.split(";") if sampler_name.strip())
+    """Parse names of samplers separated by `;` into names of SAMPLER_ORDER. Raises InputError."""
+    return tuple(canonical_name(name) for name in names.split(";") if name.strip())
 
 
-def named(sampler_name: str) -> str:
-    """Return a sampler's own name: top_k for top-k and topk. Raises InputError."""
+def canonical_name(sampler_name: str) -> str:
+    """Return the name that SAMPLER_ORDER has for a sampler: top_k for top-k and topk. Raises InputError."""
     normalized = sampler_name.strip().lower()
     canonical_names = {sampler.replace("_", ""): sampler for sampler in SAMPLER_ORDER} | ALIASES
     sampler = canonical_names.get(normalized.replace("-", "").replace("_", ""))

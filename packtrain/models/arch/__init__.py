@@ -16,5 +16,5 @@ ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE fo
 
 
 def families_by_class() -> dict[str, tuple[Architecture, Family]]:
-    """Architecture and family of checkpoints by their model class."""
+    """Return the Architecture and Family that convert a checkpoint, by the model class in its config.json."""
     return {n: (a, f) for a in ARCHITECTURES.values() for f in a.families for n in f.model_classes}

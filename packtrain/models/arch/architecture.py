@@ -61,7 +61,7 @@ NUMBERED = ("w1", "w3", "w2")
 def feed_forward(
     module: str, suffix: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """Return the modules of a gated feed-forward and the tensors they become; `suffix` ends the tensors' names."""
+    """Map a checkpoint's feed-forward modules (`mlp.gate_proj` …) to GGUF names (`ffn_gate` …, then `suffix`)."""
     parts = zip(names, ("gate", "up", "down"), strict=True)
     return {f"{module}.{name}": f"ffn_{part}{suffix}" for name, part in parts}
 
@@ -105,7 +105,7 @@ SHARED_AND_DENSE = ("expert_shared_count", "leading_dense_block_count")
 
 
 def fixed(**values: Any) -> dict[str, tuple[Any, ...]]:
-    """Return `required_values` of keys that have one allowed value, which is their default."""
+    """Return Family.required_values, {key: (default, allowed)}, for config keys that must have their default."""
     return {key: (value, value) for key, value in values.items()}
 
 
@@ -115,7 +115,8 @@ OptionalNames = Callable[[HFConfig], tuple[str, ...]]
 def with_tensors(
     *names: str, true_flags: tuple[str, ...] = (), **names_by_flag: tuple[str, ...]
 ) -> OptionalNames:
-    """Return `optional_tensors`: these names, and those of each flag set in the config; `true_flags` by default."""
+    """Return a function config -> names of optional tensors, for Family.optional_tensors: `names`, and those of each
+    flag that config.json sets (`true_flags` if it says nothing)."""
 
     def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
         flagged = (
@@ -127,7 +128,7 @@ def with_tensors(
 
 
 def grouped_heads(sizes: ModelSizes) -> tuple[RowSpans, RowSpans, RowSpans]:
-    """Return spans of rows that pick all queries, all keys and all values from groups of queries, key and value."""
+    """Return spans of a fused QKV matrix's rows, stored as groups of queries, key and value: all q, all k, all v."""
     d, num_groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // num_groups + 2
     q, k, v = (
@@ -253,7 +254,7 @@ class Family:
             hf_config.require_one_of(key, default, *allowed)
 
     def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-        """Return the additional metadata. Raises InputError for configs that would compute something else."""
+        """Return the GGUF metadata that only this family has. Raises InputError for unsupported config values."""
         keys: Keys = {key: SIZE_KEYS[key](sizes) for key in self.size_keys}
         if self.rotated_share:
             keys["rope.dimension_count"] = hf_config.rotated_width(

@@ -13,7 +13,7 @@ NORMS_BEHIND = {
 
 
 def check_score_scale(architecture: Architecture, hf_config: HFConfig, sizes: ModelSizes) -> None:
-    """Raise InputError if the config's scale of attention scores, for which GGUF has no key, is another."""
+    """Raise InputError if the config scales attention scores unlike llama.cpp, because GGUF has no key for that."""
     hf_config.require_one_of("query_pre_attn_scalar", 256, architecture.score_width(sizes))
 
 

@@ -19,7 +19,7 @@ def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
 
 
 def other_class(hf_config: arch.HFConfig) -> str:
-    """Return the class of a Granite with rope if all blocks attend, else ""."""
+    """Return the class to convert the model as: a Granite's with rope if all blocks have attention, else ""."""
     kinds = hf_config.get("layer_types")
     if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
         return ""

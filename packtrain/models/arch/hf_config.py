@@ -53,7 +53,7 @@ class HFConfig:
         return self.json_values.get(key, default)
 
     def unread_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys that nothing has read, with their values; rope's keys follow the name of their object."""
+        """Yield the keys that no conversion has read, with values: they may change the model. Rope's have a prefix."""
         for key, value in self.json_values.items():
             if key not in self.read_keys:
                 yield key, value
@@ -73,25 +73,25 @@ class HFConfig:
         return HFConfig(self.path, values, self.read_keys, self.notes)
 
     def but(self, **new_values: Any) -> "HFConfig":
-        """Return a config with these values instead."""
+        """Return a copy of the config with these values."""
         return HFConfig(self.path, {**self.json_values, **new_values}, self.read_keys, self.notes)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number from 1. Raises InputError."""
+        """Return the value of `key`, a whole number of 1 or more. Raises InputError."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value <= MAX_SIZE:
             raise self.wrong(key, value, f"a whole number from 1 to {MAX_SIZE}")
         return value
 
     def optional_size(self, key: str) -> int:
-        """Return a whole number; 0 if the config has 0 or none."""
+        """Return the value of `key`, a whole number; 0 if the config has 0, null or no such key."""
         return self.size(key) if self.get(key) else 0
 
     def real(self, key: str, default: float | None = None) -> float:
         return self.number(key, self.get(key, default))
 
     def number(self, key: str, value: Any) -> float:
-        """Return `value`, read from within the config under `key`, as a number above 0. Raises InputError."""
+        """Return `value`, found in the config under `key`, as a float. Raises InputError unless it is above 0."""
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise self.wrong(key, value, "a number above 0")
         return float(value)
@@ -133,14 +133,14 @@ class HFConfig:
         return []
 
     def require_window_interval(self, window_interval: int, blocks: int) -> None:
-        """Raise InputError unless all blocks but every N-th have a window."""
+        """Raise InputError unless windows are in all blocks but every N-th (`window_interval`), or not stated."""
         expected = [(i + 1) % window_interval != 0 for i in range(blocks)]
         if self.layer_windows(blocks) not in ([], expected):
             requirement = f"windows but for every {window_interval}th block"
             raise self.wrong("layer_types", self.get("layer_types"), requirement)
 
     def effective_window(self, used: bool) -> int:
-        """Return the window; 0 if `use_sliding_window`, whose default is `used`, turns it off."""
+        """Return the width of the sliding window; 0 if `use_sliding_window`, by default `used`, turns windows off."""
         has_window = self.get(WINDOW) not in (None, 0)
         return self.size(WINDOW) if self.flag("use_sliding_window", used) and has_window else 0
 
@@ -156,7 +156,7 @@ class HFConfig:
         return RopeSettings(old or new_settings, self.read_keys)
 
     def full_rotation(self) -> RopeSettings:
-        """Return the rope settings of layers without a window, `rope_theta` included."""
+        """Return the rope settings of layers without a sliding window, `rope_theta` included."""
         settings = self.rope_settings()
         inner = settings.get(FULL)
         settings = RopeSettings(inner, self.read_keys) if isinstance(inner, dict) else settings
@@ -170,7 +170,7 @@ class HFConfig:
         return RopeSettings({"rope_theta": self.get("rope_theta"), **settings}, self.read_keys)
 
     def window_rope_base(self, default: float = 10_000.0) -> float:
-        """Return the base of rope in layers with a window. Raises InputError if rope is scaled there."""
+        """Return rope's frequency base in layers with a sliding window. Raises InputError if rope is scaled there."""
         window_settings, new_settings = self.rope_settings().get(SLIDING), self.get(ROPE_KEYS[0])
         if new_settings and FULL not in new_settings:
             raise self.wrong(ROPE_KEYS[0], new_settings, f"an object with {FULL} and {SLIDING}")

@@ -10,7 +10,7 @@ FUSED_PARTS = "attn_q", "attn_k", "attn_v"
 
 
 def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
-    """Return no metadata: dynamic scaling of rope begins after the context, where llama.cpp has none."""
+    """Return no metadata: the config's dynamic rope scaling acts only beyond the context, where llama.cpp has none."""
     hf_config.full_rotation().get("factor")  # without effect within the context
     return {}
 

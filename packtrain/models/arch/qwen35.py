@@ -36,10 +36,8 @@ def column_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
 
 
 def text_keys(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
-    """Return the keys with rope's sections, which text never needs: time, height and width have one position.
-
-    llama.cpp gives pairs beyond the sections position 0, hence the check of files that they cover all pairs.
-    """
+    """Return the metadata with rope's sections (time, height, width), which have one position in text. llama.cpp gives
+    pairs beyond the sections position 0, hence the check of files that they cover all pairs."""
     sections = hf_config.full_rotation().get("mrope_section", [11, 11, 10])
     has_numbers = isinstance(sections, list) and {*map(type, sections)} == {int}
     if not has_numbers or len(sections) not in (3, 4):

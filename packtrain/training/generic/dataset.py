@@ -47,7 +47,7 @@ class Dataset:
         return len(next(iter(self.columns.values())))
 
     def shuffled(self, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """Return the positions of `order` with its shards shuffled, drawn by (seed, epoch)."""
+        """Return `order` (positions of datapoints) with its shards, runs of neighbours, shuffled by (seed, epoch)."""
         shards = order.reshape(-1, self.shard)
         return shards[np.random.default_rng([seed, epoch]).permutation(len(shards))].reshape(-1)
 

@@ -117,7 +117,7 @@ def evaluate(
 
 
 def _add_outputs(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
-    """Add the outputs of a physical batch to a result."""
+    """Add a physical batch's loss, number of correct labels and predictions to a result."""
     correct = outputs.get("correct")
     loss = float(outputs.get(UNSCALED_LOSS, outputs["loss"]))
     num_correct, num_labels = None if correct is None else int(correct), trainer.model.label_count
@@ -129,7 +129,7 @@ def as_dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
 
 
 def check_dataset(trainer: Trainer, data: Dataset, label: str = "the dataset") -> None:
-    """Raise InputError unless the columns, and the inputs that are not data, fit the model's inputs."""
+    """Raise InputError unless the dataset's columns, with the trainer's extra inputs, match the model's inputs."""
     inputs, extra_inputs, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
     for name, column in data.columns.items():
         if name not in inputs:

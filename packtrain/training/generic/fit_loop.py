@@ -78,11 +78,12 @@ class Fitted:
         ]  # fmt: skip
 
     def to_frame(self) -> Any:
-        """The history as a pandas DataFrame. Raises InputError without pandas."""
+        """Return `history` as a pandas DataFrame: a row per epoch with epoch, seconds, loss, val_loss. Raises
+        InputError without pandas."""
         return to_frame(self.history)
 
     def plot(self) -> Html:
-        """Loss and validation loss over epochs, as a notebook shows it."""
+        """Draw loss and validation loss by epoch as an SVG picture, which a notebook shows."""
         curve = LossCurve()
         for record in self.history:
             curve.add({"step": record["epoch"], **record})
@@ -122,10 +123,12 @@ def fit(
     _check(epochs, callbacks, val_split, valid_data)
     trainer |= {"seed": seed, "beside": ORDERS_NBYTES * len(train_data), "on_message": on_message}
     runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer)
-    course = _course(runs, train_data, valid_data, val_split, seed if shuffle else None, on_message)
-    course.callbacks = _with_schedule(callbacks, schedule, runs.lr, epochs * course.steps)
-    recorder = FitRecorder(folder, runs, course.about, resume, on_message)
-    return _run_epochs(course, epochs, recorder, stop, on_message)
+    fit_run = _make_run(
+        runs, train_data, valid_data, val_split, seed if shuffle else None, on_message
+    )
+    fit_run.callbacks = _with_schedule(callbacks, schedule, runs.lr, epochs * fit_run.steps)
+    recorder = FitRecorder(folder, runs, fit_run.about, resume, on_message)
+    return _run_epochs(fit_run, epochs, recorder, stop, on_message)
 
 
 def _check(epochs: int, callbacks: Callbacks, val_split: float, valid_data: object) -> None:
@@ -181,7 +184,7 @@ class FitRun:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Values that must be equal to resume the run."""
+        """Values saved in checkpoints, which must be equal for a run to be resumed."""
         batch, seed = self.trainer.batch, self.seed
         return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
 
@@ -206,11 +209,11 @@ class FitRun:
         return Epoch(number, train_result, eval_result, time.perf_counter() - start_time)
 
 
-def _course(
+def _make_run(
     trainer: Trainer, train_data: Dataset, valid_data: Dataset | None, val_split: float, seed: int | None,
     report: ReportFunction,
 ) -> FitRun:  # fmt: skip
-    """Check the datasets against the model and return the run over their whole batches. Raises InputError."""
+    """Check the datasets, hold out the validation share, and return the run over whole batches. Raises InputError."""
     epoch_steps.check_dataset(trainer, train_data)
     order = np.arange(len(train_data))
     if seed is not None:
@@ -245,10 +248,8 @@ def _course(
 def _with_schedule(
     callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
 ) -> Callbacks:
-    """Return the callbacks with a `before` that sets the learning rate of each step.
-
-    A name is a schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate.
-    """
+    """Return the callbacks with a `before` that sets the learning rate of each step. A name is a schedule of `train`:
+    warm-up over a twentieth of the steps, then decay to a hundredth of the rate."""
     if schedule is None:
         return callbacks
     if schedule not in SCHEDULE_NAMES and not callable(schedule):

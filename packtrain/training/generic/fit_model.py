@@ -72,7 +72,7 @@ class Model:
 
     @property
     def label_count(self) -> int | None:
-        """Number of labels of a physical batch: one per row of scores, which may be several per datapoint."""
+        """Number of labels of a physical batch, one per row of scores; None without labels."""
         labels = self.labels
         if labels is None:
             return None
@@ -114,10 +114,8 @@ def _classes(t: Tensor) -> Tensor:
 
 
 def initial_weight(leaf: Tensor, seed: int) -> np.ndarray:
-    """Return the initial value of a weight: matrices and filters normal with variance 1 / fan-in, vectors 0.
-
-    Vectors are 1 if their name has `norm` and not `bias`. Values are drawn by (seed, name).
-    """
+    """Return the initial value of a weight, drawn by (seed, name): matrices and filters normal with variance 1 /
+    fan-in; vectors 0, or 1 if their name has `norm` and not `bias`."""
     if len(leaf.shape) < 2:
         is_norm = "norm" in leaf.label and "bias" not in leaf.label
         return np.full(leaf.shape, float(is_norm), np.float32)

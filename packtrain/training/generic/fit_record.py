@@ -66,7 +66,7 @@ class FitRecorder:
         return self
 
     def _restore(self, checkpoint: checkpoints.TrainingCheckpoint) -> None:
-        """Set the leaves and the step of a checkpoint. Raises InputError if it is of another run."""
+        """Set weights, moments and the number of steps from a checkpoint. Raises InputError if it is of another run."""
         other = [name for name, value in self.about.items() if checkpoint.about.get(name) != value]
         if other:
             name = other[0]
@@ -77,7 +77,7 @@ class FitRecorder:
         self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step
 
     def record_step(self, result: Result, norm: float) -> None:
-        """Record a step: its gradient norm, and its losses, the last ones of `result`."""
+        """Note a step's mean loss (from the last of `result`), gradient norm and speed; the next record writes them."""
         self._write()
         seconds, step_end = time.perf_counter() - self.step_start, time.perf_counter()
         self.step_start, batch = step_end, self.trainer.batch

@@ -1,4 +1,4 @@
-"""Variants of a training step with their plans: datapoints at a time, and values saved for the backward pass."""
+"""Candidates for a training step, with memory plans: how many datapoints at a time, and which values are recomputed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ BATCH_OBJECTS_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and t
 
 @dataclass(frozen=True)
 class StepVariant:
-    """Plans of a step: `micros` physical batches of `rows` datapoints.
+    """Graphs and memory plans of a step that adds up the gradients of `micros` physical batches of `rows` datapoints.
 
     copies      number of copies of a step's data, several if the next step compares its data with them
     recomputed  which forward values the backward pass computes again; empty: none
@@ -45,19 +45,19 @@ class StepVariant:
 
     @property
     def largest_plan(self) -> Plan:
-        """The plan with the largest arena, which all share."""
+        """The memory plan with the largest arena; all graphs of the step run in that one allocation."""
         return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """Weights and states of all graphs by name."""
+        """Weights and states, as leaves of the graphs, by name."""
         return {
             n: leaf for p in self.placed.values() for n, leaf in training_plans.lasting(p).items()
         }
 
     @property
     def inputs(self) -> dict[str, Spec]:
-        """Inputs of both models by name."""
+        """Shapes and types of the inputs of the training and the evaluation model, by name."""
         all_inputs = {**self.eval_model.inputs, **self.model.inputs}
         return {name: leaf.spec for name, leaf in all_inputs.items()}
 
@@ -67,7 +67,7 @@ class StepVariant:
 
     @property
     def loop_nbytes(self) -> int:
-        """Bytes outside the session: copies of a step's data and of its outputs, executors, files."""
+        """Bytes beside weights and arena: copies of a step's data and of its outputs, executors, files."""
         outputs, inputs = self.model.outputs.values(), [*self.inputs.values()]
         num_calls = sum(len(placed.graph.calls) for placed in self.placed.values())
         data = sum(s.nbytes for s in inputs) * self.copies + 2 * sum(t.spec.nbytes for t in outputs)
@@ -78,7 +78,7 @@ class StepVariant:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that a run adds to the process, by purpose."""
+        """Bytes that a run adds to the process, by purpose, such as weights, optimizer state and arena."""
 
         def role_nbytes(*roles: str) -> int:
             leaves = (leaf for leaf in self.leaves.values() if leaf.role in roles)
@@ -104,7 +104,8 @@ class StepVariant:
 def choose(
     request: "FitRequest", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
 ) -> StepVariant:
-    """Return the fastest variant within `limit` bytes of the process. Raises DoesNotFit with the least limit."""
+    """Return the first variant, fewest datapoints last, that fits `limit` bytes with the process's own `baseline`.
+    Raises DoesNotFit, which names the least limit."""
     smallest: StepVariant | None = None
     before = private_nbytes()
     for rows in request.batch_sizes():
@@ -184,7 +185,7 @@ class FitRequest:
 def build_variant(
     request: FitRequest, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
 ) -> StepVariant | None:
-    """Build a variant with its plans; None if it should recompute values and there are none."""
+    """Build a step's graphs for `rows` datapoints at a time and plan their memory; None if nothing is recomputable."""
     model, micros = request.build_model(rows), (request.batch or rows) // rows
     eval_model = request.build_model(rows, for_eval=True)
     graphs = {EVALUATE: Graph(eval_model.outputs)}
@@ -228,7 +229,7 @@ def _training_graphs(
 
 
 def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
-    """Return the forward values to save: results of calls on a weight matrix, or every second of them."""
+    """Return the forward values to save: products with matrices, or every second of them; None: all values."""
     if not recomputed:
         return None
 

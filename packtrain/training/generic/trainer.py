@@ -1,4 +1,4 @@
-"""A model with its plans bound to memory: forward, gradient and update graphs on one session."""
+"""Trainer: a user's model, its memory planned and reserved, with forward, gradient and update graphs ready to run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -154,10 +154,8 @@ class Trainer(StepEngine):
         return self.run[EVALUATE](self._graph_inputs(EVALUATE, batch, 0))
 
     def add_gradients(self, batch: Arrays, fresh: bool) -> Arrays:
-        """Add the gradients of a physical batch to their sums, which a `fresh` one resets; returns its outputs.
-
-        Raises InputError where a step has only one physical batch and one evaluation.
-        """
+        """Add the gradients of a physical batch to their sums, which a `fresh` one resets; returns its outputs. Raises
+        InputError where a step has only one physical batch and one evaluation."""
         self._check_sums()
         self._num_summed = 1 if fresh else self._num_summed + 1
         fresh_flag = np.array(float(fresh), np.float32)
@@ -169,7 +167,7 @@ class Trainer(StepEngine):
             raise InputError("gradients are summed only if batch is larger than the physical batch")
 
     def step(self, batch: Arrays) -> FitStepResult:
-        """Train on a logical batch. Raises InputError, and NotFinite for the third bad step in a row."""
+        """Take an optimizer step on a logical batch. Raises InputError; NotFinite for the third bad step in a row."""
         if self.optimizer is None:
             raise InputError("this trainer has no optimizer")
         number = self.done + 1
@@ -187,7 +185,7 @@ class Trainer(StepEngine):
             self._graph_inputs(first, {n: v[at : at + self.rows] for n, v in batch.items()}, part)
             for part, at in starts
         ]
-        engine_step, outputs = self.drive(self.optimizer, batch_inputs, number, number, self.lr)
+        engine_step, outputs = self.run_step(self.optimizer, batch_inputs, number, number, self.lr)
         self.done = number
         try:
             skip_reason = self.diagnose(engine_step, outputs)

@@ -40,7 +40,7 @@ class RunMonitor:
         self.samples_file: MetricsFile | None = None  # samples, once there is one
 
     def resume(self, step: int) -> None:
-        """Continue after this step; records of later steps are dropped."""
+        """Continue the files of an earlier run after this step; records of later steps are dropped."""
         if not self.writes:
             return
         self._open_files(step)

@@ -132,10 +132,8 @@ def running_mean(values: np.ndarray, half_window: int) -> np.ndarray:
 def round_ticks(
     low: float, high: float, max_steps: int, min_step: float
 ) -> tuple[list[float], int]:
-    """Return ticks from low to high, at most `max_steps` steps of at least `min_step`, and their labels' decimals.
-
-    The ticks are multiples of 1, 2 or 5 times a power of ten.
-    """
+    """Return an axis's ticks, multiples of 1, 2 or 5 times a power of ten from low to high, and their labels' decimals.
+    There are at most `max_steps` steps of at least `min_step`."""
     power = 10.0 ** math.floor(math.log10((high - low) / max_steps))
     step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= max_steps)
     step = max(step, min_step)

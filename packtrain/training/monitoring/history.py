@@ -47,7 +47,7 @@ class MetricSeries:
         return len(self._rows)
 
     def add(self, record: Mapping[str, float], version: int) -> None:
-        """Add a record; `version` marks the row that changes, see `columns_since`."""
+        """Add a record to the last row, or as a new one, marked as changed with `version`, see `columns_since`."""
         values = [record.get(name, math.nan) for name in self.column_names]
         counts = [int(math.isfinite(value)) for value in values]
         if self._rows and self._last_row_records < self.records_per_row:
@@ -63,7 +63,7 @@ class MetricSeries:
         self._last_row_records = 1
 
     def _join_neighbours(self, version: int) -> None:
-        """Join rows in pairs, which halves their number."""
+        """Join rows in pairs, which halves their number, and mark all of them as changed with `version`."""
         later_rows = list(zip(self._rows[1::2], self._value_counts[1::2], strict=True))
         self._rows, self._value_counts = self._rows[::2], self._value_counts[::2]
         for row_index, (values, counts) in enumerate(later_rows):

@@ -31,7 +31,7 @@ class MetricsFile:
         self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — RunMonitor closes it
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append a line, flushed to the system."""
+        """Append a record as a line of JSON, flushed to the system."""
         self.file.write(record_line(record))
 
 

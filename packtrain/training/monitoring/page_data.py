@@ -42,7 +42,7 @@ class RunsPageData:
     # ---- called by the run, from its thread
 
     def show_run(self, folder: Path, get_peak_nbytes: Callable[[], int]) -> None:
-        """Show a planned run, whose folder belongs to it from here on."""
+        """Show, from here on, only this process's run in `folder`; the function returns the process's peak bytes."""
         self.find_runs, self.get_peak_nbytes = (lambda: {folder.stem: folder}), get_peak_nbytes
         self._found_time = -1e9  # a run shorter than REFRESH_SECONDS is seen, too
 
@@ -53,7 +53,7 @@ class RunsPageData:
     # ---- called by pages
 
     def refresh(self) -> None:
-        """Read new data of all runs, unless it was read just now; at the end of a run in any case."""
+        """Read what the runs have written, at most once per REFRESH_SECONDS, and again when the watched run ends."""
         now, is_ended = time.monotonic(), self.end is not None
         if now - self._read_time < REFRESH_SECONDS and self._is_end_read == is_ended:
             return

@@ -51,7 +51,7 @@ def comparison_rows(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
 
 
 def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[str]:
-    """Yield the lines of the table, numbers aligned right; columns beyond `width` are named below it."""
+    """Yield the lines of a table of `comparison_rows`; columns beyond `width` characters are named below it."""
     differ = list(run_rows[0]["settings"]) if run_rows else []
     headings = [
         *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"], "last record",

@@ -16,10 +16,8 @@ START = 1  # event.proto, SessionLog.SessionStatus
 
 
 class EventFile:
-    """The events of one run from here on: the first file of a new run, or the next one of a resumed run.
-
-    A resumed file tells TensorBoard that the session starts after `after_step`; TensorBoard then drops later events.
-    """
+    """The events of one run from here on: the first file of a new run, or the next one of a resumed run. A resumed file
+    tells TensorBoard that the session starts after `after_step`; TensorBoard then drops later events."""
 
     def __init__(self, folder: Path, after_step: int | None) -> None:
         earlier_files = sorted(folder.glob(NAME + "[0-9]" * 10))

@@ -34,16 +34,16 @@ class CallCounter:
     def __init__(self) -> None:
         self.turns, self.engine_steps = [Counts()], list[Counts]()
         self.seconds_before, self.engine_depth = 0.0, 0
-        self.is_counted = dict[CodeType, bool]()
+        self.counted_code = dict[CodeType, bool]()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event not in ("call", "return"):
             return
-        counted = self.is_counted.get(code)
-        if counted is None:
-            counted = self.is_counted[code] = "/packtrain/" in code.co_filename
-        if not counted:
+        is_counted = self.counted_code.get(code)
+        if is_counted is None:
+            is_counted = self.counted_code[code] = "/packtrain/" in code.co_filename
+        if not is_counted:
             return
         is_engine_step = code.co_name == "step" and code.co_filename.endswith("training_engine.py")
         if event == "return":
@@ -87,7 +87,7 @@ def run(base: Path, folder: Path, *, profiled: bool) -> float:
     arguments += ["--iters", STEPS, "--batch-size", 2, "--overwrite", "--merge", "none"]
     start = ["-m", "benchmarks.calls"] if profiled else ["-m", "packtrain"]
     environment = os.environ | ({RESULT_VARIABLE: str(folder / "counts.json")} if profiled else {})
-    began = time.monotonic()
+    start_time = time.monotonic()
     with subprocess.Popen(
         [sys.executable, *start, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env=environment,
@@ -97,7 +97,7 @@ def run(base: Path, folder: Path, *, profiled: bool) -> float:
         for line in process.stdout:
             lines.append(line)
             if line.startswith("step 1/"):
-                seconds = time.monotonic() - began
+                seconds = time.monotonic() - start_time
     if process.returncode:
         raise SystemExit("".join(lines))
     return seconds

@@ -206,7 +206,7 @@ def recomputation_from_values_that_were_not_kept(patch: MonkeyPatch) -> None:
 
 @fault("recomputation", recompute_check)
 def recomputation_of_nothing(patch: MonkeyPatch) -> None:
-    patch.setattr(autodiff._Recomputation, "is_kept", lambda self, t: True)
+    patch.setattr(autodiff._Recomputation, "_unsaved_values", lambda self, calls: set())
 
 
 @fault("recomputation", recompute_check)
@@ -232,13 +232,15 @@ def values_of_a_low_rank_that_stay_for_ever(patch: MonkeyPatch) -> None:
 
 @fault("recomputation", recompute_check, raised=pt.GraphError)
 def recomputation_of_a_write(patch: MonkeyPatch) -> None:
-    def wrong(is_kept):
-        return lambda self, t: (
-            is_kept(self, t)
-            and not (t.call and t.call.op.writes and t.call.serial <= self.last_kept_serial)
-        )
+    def wrong(unsaved_values):
+        def with_writes(self, calls):
+            written = [t for call in calls if call.op.writes for t in call.results]
+            earlier = [t for t in written if t.call.serial <= self.last_kept_serial]
+            return unsaved_values(self, calls).union(earlier)
 
-    wrap_attribute(patch, autodiff._Recomputation, "is_kept", wrong)
+        return with_writes
+
+    wrap_attribute(patch, autodiff._Recomputation, "_unsaved_values", wrong)
 
 
 @fault("gradient", slope_check)

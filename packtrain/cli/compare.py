@@ -72,9 +72,7 @@ def table_rows(settings: CompareSettings, comparison: ComparisonResult) -> list[
     if settings.text is not None:
         heading = f"perplexity of {settings.text.name}"
         shown[heading] = lambda subject: str(subject.text.exponential) if subject.text else ""
-    return [
-        {name: cell(subject) for name, cell in shown.items()} for subject in comparison.subjects
-    ]
+    return [{title: cell(s) for title, cell in shown.items()} for s in comparison.subjects]
 
 
 def comparison_json(comparison: ComparisonResult) -> str:

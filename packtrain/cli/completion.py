@@ -61,9 +61,8 @@ def bash_script() -> str:
 
 def fish_script() -> str:
     """Return fish's completions, one line for each command and option."""
-    lines = [
-        f"complete -c packtrain -n __fish_use_subcommand -fa {name}" for name in _command_words()
-    ]
+    start = "complete -c packtrain -n __fish_use_subcommand -fa"
+    lines = [f"{start} {name}" for name in _command_words()]
     lines.append("complete -c packtrain -n '__fish_seen_subcommand_from plan' -fa 'train finetune'")
     for command in COMMANDS:
         condition = quote(f"__fish_seen_subcommand_from {command.partition(' ')[0]}")

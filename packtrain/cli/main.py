@@ -139,9 +139,8 @@ def _warn_of_unread_variables(settings_class: type) -> None:
     if (
         unread_names and "PACKTRAIN_PARENT" not in names
     ):  # now load the other commands: it takes a second
-        all_names = OTHER_VARIABLES.union(
-            *(variables(settings_class_of(name)) for name in COMMANDS)
-        )
+        variables_of_commands = [variables(settings_class_of(name)) for name in COMMANDS]
+        all_names = OTHER_VARIABLES.union(*variables_of_commands)
         stems = [name.removeprefix(VARIABLE_PREFIX) for name in all_names]
         for name in sorted(unread_names - all_names):
             suggestion = did_you_mean(name.removeprefix(VARIABLE_PREFIX), stems)

@@ -46,10 +46,8 @@ def refuse_changed(settings: Any, names: Iterable[str], reason: str) -> None:
 
 def _changed_values(settings: Any) -> dict[str, Any]:
     """Return the settings that differ from their defaults."""
-    values = {
-        field.name: (getattr(settings, field.name), field.default) for field in fields(settings)
-    }
-    return {name: value for name, (value, default) in values.items() if value != default}
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
 
 
 def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> bool | None:

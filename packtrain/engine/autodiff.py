@@ -5,6 +5,7 @@ recompute forward values that are not saved, just before the backward pass of th
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -102,8 +103,10 @@ def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
     """Return the tensors that depend on `wrt` differentiably; integer tensors do not."""
     active = set(wrt)
     for call in calls:
-        if any(t in active for t in call.inputs):
-            active.update(t for t in call.results if t.dtype in TRAINABLE)
+        if not active.isdisjoint(call.inputs):
+            for t in call.results:
+                if t.spec.dtype in TRAINABLE:
+                    active.add(t)
     return active
 
 
@@ -117,69 +120,62 @@ class _Recomputation:
         kept_tensors = (t for t, rank in self.ranks.items() if rank <= 0)
         # values after the last saved one stay, because their backward pass begins at once
         self.last_kept_serial = max((t.call.serial for t in kept_tensors if t.call), default=-1)
-        self.copies = dict[Tensor, Tensor]()
-        self.newest_handles = {t.base: t for call in calls if call.op.writes for t in call.results}
-        self._is_kept_cache: dict[Tensor, bool] = {}
+        self.copies = dict[Tensor | None, Tensor | None]()
+        self.unsaved = self._unsaved_values(calls)
 
-    def is_kept(self, t: Tensor) -> bool:
-        if t not in self._is_kept_cache:
-            self._is_kept_cache[t] = self._find_is_kept(t)
-        return self._is_kept_cache[t]
-
-    def _find_is_kept(self, t: Tensor) -> bool:
-        return (
-            t.call is None
-            or self.ranks.get(t, 1) <= 0
-            or (t.call.serial > self.last_kept_serial and not rereads_stored_weight(t.call))
-            or t.call not in self.forward_calls
-            or bool(t.call.op.writes)
-            or any(self.newest_handles.get(x.base, x.handle) is not x.handle for x in t.call.reads)
-        )
-
-    def _is_available(self, t: Tensor) -> bool:
-        return self.is_kept(t) or t in self.copies
+    def _unsaved_values(self, calls: Sequence[Call]) -> set[Tensor]:
+        """Return the values that are recomputed if the backward pass reads them."""
+        newest_handles = {t.base: t for call in calls if call.op.writes for t in call.results}
+        unsaved = set[Tensor]()
+        for call in calls:
+            is_past_kept = call.serial > self.last_kept_serial and not rereads_stored_weight(call)
+            reads = call.reads if newest_handles else ()
+            stale = [x for x in reads if newest_handles.get(x.base, x.handle) is not x.handle]
+            if not (is_past_kept or call.op.writes or stale):
+                unsaved.update([t for t in call.results if self.ranks.get(t, 1) > 0])
+        return unsaved
 
     def rank(self, t: Tensor) -> int:
         return self.ranks.get(t, self.max_rank)
 
-    def forward_values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    def forward_values(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return saved values or recomputed copies of these forward tensors, recomputing missing ones."""
-        tensor_list = list(tensors)
-        while missing_calls := self._missing_calls([t for t in tensor_list if t is not None]):
+        while missing_calls := self._missing_calls(tensors):
             self._recompute(missing_calls)
-        return [t if t is None else self.copies.get(t, t) for t in tensor_list]
+        return [*map(self.copies.get, tensors, tensors)]
 
-    def _missing_calls(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
+    def _missing_calls(self, tensors: Iterable[Tensor | None]) -> dict[Call, None]:
         """Return the calls that must be recomputed to obtain these tensors."""
         missing_calls: dict[Call, None] = {}
         stack = list(tensors)
         while stack:
             t = stack.pop()
-            if self._is_available(t) or t.call in missing_calls:
-                continue
-            assert t.call is not None
-            missing_calls[t.call] = None
-            stack.extend(t.call.reads)
+            if t in self.unsaved and t not in self.copies and t.call not in missing_calls:
+                assert t.call is not None
+                missing_calls[t.call] = None
+                stack.extend(t.call.reads)
         return missing_calls
 
     def _recompute(self, missing_calls: dict[Call, None]) -> None:
         """Recompute the values of the lowest rank and their inputs; keep only values of that rank."""
-        absent_tensors = [t for c in missing_calls for t in c.results if not self._is_available(t)]
+        results = [t for call in missing_calls for t in call.results]
+        absent_tensors = [t for t in results if t in self.unsaved and t not in self.copies]
         lowest_rank = min(map(self.rank, absent_tensors))
         targets = [t for t in absent_tensors if self.rank(t) == lowest_rank]
         temporary_values = dict[Tensor, Tensor]()
-        for call in sorted(self._missing_calls(targets), key=lambda c: c.serial):
+        for call in sorted(self._missing_calls(targets), key=attrgetter("serial")):
             for old, new in zip(call.results, self._copy_call(call, temporary_values), strict=True):
                 if old.name:
                     named(f"{old.name} again", new)
-                if not self.is_kept(old):
+                if old in self.unsaved:
                     (self.copies if self.rank(old) == lowest_rank else temporary_values)[old] = new
 
     def _copy_call(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Write the call a second time, on recomputed inputs, and return its results."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
         with written_for(call.origin, "backward" if rereads_stored_weight(call) else "recomputed"):
-            return as_tuple(call.op(*inputs, **call.attrs))
+            result = call.op(*inputs, **call.attrs)
+        return result if isinstance(result, tuple) else (result,)
 
 
 def as_tuple(op_result: Any) -> tuple[Tensor, ...]:
@@ -216,7 +212,7 @@ class _Backward:
     def walk(self, calls: Sequence[Call]) -> Gradients:
         """Write the backward pass of these calls; return the gradients that are complete."""
         for call in reversed(calls):
-            if any(t in self.partial for t in call.results):
+            if not self.partial.keys().isdisjoint(call.results):
                 self._backward(call)
             self._complete(call)
         return {t: self.gradients[t] for t in self.wrt if t in self.gradients}
@@ -233,9 +229,8 @@ class _Backward:
         y, inputs = forward_values[:num_results], forward_values[num_results:]
         rule: Any = call.op.vjp_rule
         rule_args = (dy, y) if call.returns_tuple else (dy[0], y[0])
-        options = (
-            {"active": [t in self.active for t in call.inputs]} if call.op.takes_active else {}
-        )
+        takes_active, active = call.op.takes_active, self.active
+        options = {"active": [t in active for t in call.inputs]} if takes_active else {}
         with written_for(call.origin, "backward"):
             try:
                 gradients = list(rule(*rule_args, *inputs, **call.attrs, **options))
@@ -246,7 +241,7 @@ class _Backward:
                         raise RequirementError(f"its gradient for {t.label} {t.spec} is {d.spec}")
             except RequirementError as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.location}") from None
-            newest_serial = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
+            newest_serial = max([d.call.serial for d in dy if d is not None and d.call], default=-1)
             folded_inputs = self._fold(call, gradients, newest_serial)
             for i, t in enumerate(call.inputs):
                 if t is not None and t in self.active:
@@ -286,7 +281,7 @@ class _Backward:
                 raise GraphError(f"no gradient reaches {t.label}: {fact}")
             gradient = self.partial[t]
             if gradient.name is None:
-                named(f"d/{t.stem}", gradient)
+                named(f"d/{t.name or (t.call.op.name if t.call else 'leaf')}", gradient)
             self.gradients[t] = gradient
             if self.sink is not None:
                 self.sink(t, gradient)

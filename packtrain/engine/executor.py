@@ -109,8 +109,8 @@ class Session:
                 raise DoesNotFit(excess_text)
             print_stages(graph, plan)
         self._allocate(placed.values())
-        for name in (name for graph in placed.values() for name in graph.graph.written):
-            self._writable_leaf(name)
+        for name in self.shared.keys() & {n for p in placed.values() for n in p.graph.written}:
+            self._writable_leaf(name)  # raises
         self._grow_arenas(bound.values())
         reserve(placed.values(), self._arenas)
         return {name: Executor(self, *graph) for name, graph in bound.items()}
@@ -155,12 +155,13 @@ class Session:
             return self._constants.setdefault(leaf, _SessionLeaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
             return None
-        session_leaf, shared = self._leaves.get(leaf.label), self.shared.get(leaf.label)
+        name = leaf.name or ""
+        session_leaf, shared = self._leaves.get(name), self.shared.get(name)
         if session_leaf is None:
             has_value = shared is not None or leaf.kind == "state"
-            session_leaf = self._leaves[leaf.label] = _SessionLeaf(leaf.spec, backend, has_value)
+            session_leaf = self._leaves[name] = _SessionLeaf(leaf.spec, backend, has_value)
             if shared is not None:
-                session_leaf.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
+                session_leaf.buffer = backend.share(fitting(name, shared, leaf.spec, "no"))
         elif session_leaf.spec != leaf.spec or session_leaf.backend.space != backend.space:
             fact = f"{session_leaf.spec} on {session_leaf.backend.space} in this session"
             raise RunError(f"{leaf.name} is {fact}, the graph wants {leaf.spec} on {backend.space}")
@@ -168,8 +169,8 @@ class Session:
 
     def array(self, t: Tensor) -> Any:
         """Return the session's own array of a leaf, or of a view of a leaf; runs change its values."""
-        base = t.base
-        leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.label]
+        base = t.shared or t
+        leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.name or ""]
         return leaf.backend.view(leaf.buffer, leaf.offset + t.offset, t.spec, t.strides)
 
     def buffer(self, space: str, name: str = "") -> Any:
@@ -187,8 +188,8 @@ class Session:
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
         """Let `make` write a leaf's value in place; for values too large for a temporary copy."""
-        leaf, spec = self._writable_leaf(name), self._find_leaf(name).spec
-        window = leaf.backend.window(leaf.array)
+        leaf = self._writable_leaf(name)
+        spec, window = leaf.spec, leaf.backend.window(leaf.array)
         if window is not None:
             make(window)
         else:
@@ -216,12 +217,12 @@ class Session:
     def _readable_leaf(self, name: str) -> _SessionLeaf:
         if self.dirty:
             raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
-        return self._find_leaf(name)
+        return self._leaves.get(name) or self._find_leaf(name)
 
     def _writable_leaf(self, name: str) -> _SessionLeaf:
         if name in self.shared:
             raise RunError(f"{name} is a shared array; it cannot be changed here")
-        return self._find_leaf(name)
+        return self._leaves.get(name) or self._find_leaf(name)
 
     def _find_leaf(self, name: str) -> _SessionLeaf:
         if name not in self._leaves:
@@ -231,7 +232,7 @@ class Session:
 
     def unset(self, placed: Placed) -> list[str]:
         """Return the names of a graph's weights that never got a value."""
-        weights = [leaf.label for leaf in placed.graph.leaves if leaf.kind == "weight"]
+        weights = [leaf.name or "" for leaf in placed.graph.leaves if leaf.kind == "weight"]
         return [name for name in weights if not self._leaves[name].has_value]
 
 
@@ -245,15 +246,14 @@ class Executor:
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
         self.at, self.watchers = -1, list[tuple[str, See]]()
-        self.buffer_offsets = {n: (b.place, b.offset) for b in plan.buffers for n in b.tensors}
+        places = [((b.space, b.arena), b.offset, b.tensors) for b in plan.buffers]
+        self.buffer_offsets = {n: (key, offset) for key, offset, names in places for n in names}
         self.works: dict[int, list[tuple[ArenaKey, int]]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
                 self.works.setdefault(b.start, []).append((b.place, b.offset))
-        used = {
-            b.space: b.sync for b in (*placed.home.values(), *(s.backend for s in placed.steps))
-        }
-        self.syncs = [*used.values()]
+        backends = (*placed.home.values(), *[s.backend for s in placed.steps])
+        self.syncs = [*{b.space: b.sync for b in backends}.values()]
         updates = (i for i, s in enumerate(placed.steps) if s.op.writes and not s.op.repeatable)
         self.first_update = next(updates, len(placed.steps))
         self._bind()
@@ -262,6 +262,7 @@ class Executor:
 
     def _bind(self) -> None:
         self.generation, self.runs = self.session.generation, 0
+        self.arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
         self.table: CallTable = None
         self.window = PageWindow.over(self.placed, self.session.shared, self.session.pages)
         self.calls = [bound_step.run for bound_step in self._bound_steps()]
@@ -271,27 +272,26 @@ class Executor:
         self.outputs = {n: (home[t.base], self._array(t)) for n, t in graph.outputs.items()}
 
     def _bound_steps(self) -> Iterator[BoundStep]:
-        return (self._bind_step(i, step) for i, step in enumerate(self.placed.steps))
-
-    def _bind_step(self, i: int, step: KernelStep) -> BoundStep:
-        names = self.placed.names
-        results = tuple(
-            None if names[t] not in self.buffer_offsets and not t.base.kind else self._array(t)
-            for t in step.results
-        )
-        inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
-        workspace = self._workspace(i, step)
-        attrs = {**step.attrs, "work": workspace} if workspace else step.attrs
-        kernel_out = results if step.call.returns_tuple and step.op is step.call.op else results[0]
-        run: Run = partial(step.kernel.run, kernel_out, *inputs, **attrs)
-        paged_run = self.window.before(i, step, inputs, run) if self.window else run
-        return BoundStep(step, results, inputs, workspace, paged_run)
+        """Yield all steps with their arrays; a tensor has one array, whichever steps use it."""
+        names, arrays = self.placed.names, dict[Tensor | None, Any]()
+        for i, step in enumerate(self.placed.steps):
+            for t in (*step.results, *step.reads):
+                base = t.shared or t
+                if t not in arrays and (base.kind or names[base] in self.buffer_offsets):
+                    arrays[t] = self._array(t)
+            results = tuple(map(arrays.get, step.results))
+            inputs = tuple(map(arrays.get, step.inputs))
+            workspace = self._workspace(i, step) if step.workspaces or i in self.works else ()
+            attrs = {**step.attrs, "work": workspace} if workspace else step.attrs
+            is_tuple = step.op is step.call.op and step.call.returns_tuple
+            kernel_out = results if is_tuple else results[0]
+            run: Run = partial(step.kernel.run, kernel_out, *inputs, **attrs)
+            paged_run = self.window.before(i, step, inputs, run) if self.window else run
+            yield BoundStep(step, results, inputs, workspace, paged_run)
 
     def _workspace(self, i: int, step: KernelStep) -> tuple[Any, ...]:
-        return tuple(
-            step.backend.view(self.session.buffer(*arena_key), offset, s, s.strides)
-            for s, (arena_key, offset) in zip(step.workspaces, self.works.get(i, ()), strict=True)
-        )
+        pairs = zip(step.workspaces, self.works.get(i, ()), strict=True)
+        return tuple([step.backend.view(self.arenas[k], at, s, s.strides) for s, (k, at) in pairs])
 
     def _array(self, t: Tensor) -> Any:
         """Return the array of t, or of the view that t is of a leaf or of arena bytes."""
@@ -300,7 +300,7 @@ class Executor:
             return self.session.array(t)
         backend = self.placed.home[base]
         arena_key, offset = self.buffer_offsets[self.placed.names[base]]
-        return backend.view(self.session.buffer(*arena_key), offset + t.offset, t.spec, t.strides)
+        return backend.view(self.arenas[arena_key], offset + t.offset, t.spec, t.strides)
 
     # ---- running
 
@@ -342,8 +342,8 @@ class Executor:
         self._run(self.calls, None, range(len(self.calls)))
 
     def _observer(self, on: frozenset[str]) -> Observer:
-        arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
-        return Observer(self.placed, self.plan, [*self._bound_steps()], arenas, self.watchers, on)
+        steps = [*self._bound_steps()]
+        return Observer(self.placed, self.plan, steps, self.arenas, self.watchers, on)
 
     def _run(self, calls: list[Run], stop: StopCheck, indices: Iterable[int]) -> None:
         for index in indices:

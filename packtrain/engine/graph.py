@@ -37,14 +37,14 @@ class Graph:
         names: dict[Tensor, str] = {}
         use_counts: dict[str, int] = {}
         for leaf in [leaf for leaf in self.leaves if leaf.kind != "constant"]:
-            label = leaf.label
+            label = leaf.name or ""
             if label in use_counts:
                 fact = f"two leaves are called {label}"
                 raise GraphError(f"{fact}; names of leaves must be unique")
             names[leaf], use_counts[label] = label, 1
         results = [t for call in self.calls for t in call.results]
         for t in [*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results]:
-            names[t] = unique_name(t.stem, use_counts)
+            names[t] = unique_name(t.name or (t.call.op.name if t.call else "leaf"), use_counts)
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:
@@ -55,7 +55,8 @@ class Graph:
                 if (t.shared or t) in current_handles:
                     self._check_fresh(t, current_handles, call.op.name, call.location)
             for index in range(len(call.op.writes)):
-                current_handles[call.results[index].base] = call.results[index]
+                handle = call.results[index]
+                current_handles[handle.shared or handle] = handle
         for name, t in self.outputs.items():
             if t.base in current_handles:
                 self._check_fresh(t, current_handles, f"output {name}", "")
@@ -76,8 +77,8 @@ class Graph:
     @property
     def written(self) -> list[str]:
         """Names of the leaves that calls write."""
-        handles = (t for call in self.calls for t in call.results[: len(call.op.writes)])
-        return [t.base.label for t in handles]
+        handles = [t for call in self.calls for t in call.results[: len(call.op.writes)]]
+        return [self.names[t.shared or t] for t in handles]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -88,7 +89,8 @@ class Graph:
         lines = [f"{leaf.kind} {leaf.line(self.names)}" for leaf in self.leaves]
         for call in self.calls:
             comment = f"  # {call.location}" if origins else ""
-            lines += [t.line(self.names) + comment for t in call.results]
+            for t in call.results:
+                lines.append(t.line(self.names) + comment)
         return lines + [f"output {name} = {self.names[t]}" for name, t in self.outputs.items()]
 
     def __str__(self) -> str:
@@ -123,5 +125,5 @@ def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
         if call is None or call in visited:
             continue
         visited.add(call)
-        stack += [t.call for t in call.reads]
+        stack += map(attrgetter("call"), call.reads)
     return tuple(sorted(visited, key=attrgetter("serial")))

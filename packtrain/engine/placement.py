@@ -45,9 +45,9 @@ class Placed:
     @property
     def fingerprint(self) -> str:
         """Hash of the graph's fingerprint and of its placement."""
-        lines = [f"{self.names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
-        named_steps = ((self.names[s.results[0]], s.backend) for s in self.steps)
-        lines += [f"{name} {backend.name} {backend.space}" for name, backend in named_steps]
+        names = self.names
+        lines = [f"{names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
+        lines += [f"{names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps]
         lines += [] if self.barriers is None else [f"barriers {self.barriers}"]
         text = "\n".join([self.graph.fingerprint, *lines])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -91,8 +91,7 @@ def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = N
     """
     groups = [[call] for call in graph.calls] if sequence is None else grouped(graph, sequence)
     builder = _PlacementBuilder(graph, target, [call for group in groups for call in group])
-    for group in groups:
-        builder.add_group(group)
+    builder.add_groups(groups)
     if builder.fallback_ops:
         names, fallback_ops = [b.name for b in target.backends], sorted(builder.fallback_ops)
         warnings.warn(f"no kernel of {names} for {fallback_ops}; using numpy's", stacklevel=2)
@@ -133,40 +132,48 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
 class _PlacementBuilder:
     def __init__(self, graph: Graph, target: Target, order: Sequence[Call]) -> None:
         self.graph, self.backends = graph, target.backends
-        self.has_many_backends = len(target.every) > 1
-        self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
+        self.has_many_backends, self.has_many_spaces = len(target.every) > 1, not target.private
+        self.home = dict[Tensor, Backend].fromkeys(graph.leaves, self.backends[0])
+        if not target.is_uniform:
+            self.home |= {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
         self.steps: list[KernelStep] = []
         self.barriers: list[int] = []
         self.copies = TransferCopies(graph, order, self.home, self.names, self._add_copy)
         self.fallback_ops: set[str] = set()
 
-    def add_group(self, group: list[Call]) -> None:
-        """Add the steps of calls that may run in parallel; the steps of a single call run one after the other."""
-        step_start = len(self.steps)
-        for call in group:
-            self._add_call(call)
-        step_end = len(self.steps)
-        if step_end > step_start:
-            self.barriers += range(step_start + 1, step_end + 1) if len(group) == 1 else [step_end]
+    def add_groups(self, groups: list[list[Call]]) -> None:
+        """Add the steps of groups of calls that may run in parallel; those of a single call run one after the other."""
+        for group in groups:
+            step_start = len(self.steps)
+            for call in group:
+                if not call.op.view:
+                    self._add_call(call)
+            end = len(self.steps)
+            if end > step_start:
+                self.barriers += range(step_start + 1, end + 1) if len(group) == 1 else [end]
 
     def _add_call(self, call: Call) -> None:
-        if call.op.view:
-            return
-        backend, kernel = self._choose_backend(call)
-        for base in [t.shared or t for t in call.results]:
+        backend = self.backends[0]
+        kernel = None if self.has_many_backends else backend.kernel(call.op, call.inputs)
+        if kernel is None:
+            backend, kernel = self._choose_backend(call)
+        for result in call.results:
+            base = result.shared or result
             home = self.home.setdefault(base, backend)
             if base.kind and home.space != backend.space:
                 raise GraphError(
                     f"{call.op.name}: it runs on {backend.space} and cannot write {base.name}, which lives on "
                     f"{home.space}; all that one call writes must live in one place\n  at {call.location}"
                 )
-        inputs = [
-            t and self.copies.bring_input(call, t, backend, not t.shared or kernel.accepts(i, t))
-            for i, t in enumerate(call.inputs)
-        ]
+        inputs = list(call.inputs)
+        for i, t in enumerate(inputs):
+            if t is not None and (t.shared or self.has_many_spaces):
+                is_accepted = not t.shared or kernel.accepts(i, t)
+                inputs[i] = self.copies.bring_input(call, t, backend, is_accepted)
         self.steps.append(KernelStep(call.op, call, backend, kernel, tuple(inputs), call.results))
-        self.copies.offload_values(call)
+        if self.has_many_spaces:
+            self.copies.offload_values(call)
 
     def _add_copy(
         self, call: Call, backend: Backend, kernel: Kernel, t: Tensor, copy: Tensor,

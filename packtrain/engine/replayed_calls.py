@@ -8,6 +8,7 @@ microsecond, and a token makes about 190. Compiling one function per plan would 
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,13 @@ def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
     if "norecord" in flags():
         return calls
     remaining_calls, replayable = iter(calls), list[Run]()
-    for backend, backend_steps in groupby(placed.steps, lambda step: step.backend):
-        op_calls = [None if step.is_host_copy else step.op_call for step in backend_steps]
-        replayable += backend.recorded_calls(op_calls, list(islice(remaining_calls, len(op_calls))))
+    for backend, backend_steps in groupby(placed.steps, attrgetter("backend")):
+        steps = list(backend_steps)
+        op_calls, backend_calls = (
+            map(attrgetter("op_call"), steps),
+            islice(remaining_calls, len(steps)),
+        )
+        replayable += backend.recorded_calls(op_calls, list(backend_calls))
     return replayable
 
 
@@ -36,7 +41,7 @@ def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int
     copies reach beside kernels."""
     steps = [step for placed in placed_graphs for step in placed.steps]
     for backend in {step.backend for step in steps}:
-        backend.reserve(s.op_call for s in steps if s.backend is backend and not s.is_host_copy)
+        backend.reserve(c for s in steps if s.backend is backend and (c := s.op_call) is not None)
         for (space, _), (_, buffer) in arenas.items() if backend.streams else ():
             if space == HOST:
                 backend.lock_pages(buffer)

@@ -1,7 +1,7 @@
 """One kernel run of a placed graph. A copy between memories is one step, or two: begin and finish."""
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from packtrain.engine.backends import Backend, OpCall
@@ -24,7 +24,10 @@ FINISH_COPY = _copy_op("arrived", 0)  # (copy under way, its source) -> the fini
 class KernelStep:
     """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph.
 
-    source  the backend that a copy between memories reads from, else None
+    source      the backend that a copy between memories reads from, else None
+    reads       the inputs that are not None
+    attrs       attributes for the kernel; empty for an inserted copy
+    workspaces  scratch arrays that the kernel needs while it runs
     """
 
     op: Op[..., Any]
@@ -34,6 +37,17 @@ class KernelStep:
     inputs: tuple[Tensor | None, ...]
     results: tuple[Tensor, ...]
     source: Backend | None = None
+    reads: tuple[Tensor, ...] = field(init=False)
+    attrs: dict[str, Any] = field(init=False)
+    workspaces: tuple[Spec, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        call, op, inputs = self.call, self.op, self.inputs
+        attrs = call.attrs if op is call.op else {}
+        reads = call.reads if inputs == call.inputs else tuple([t for t in inputs if t is not None])
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "attrs", attrs)
+        object.__setattr__(self, "workspaces", self.backend.workspaces(op, inputs, attrs))
 
     @property
     def is_host_copy(self) -> bool:
@@ -41,24 +55,6 @@ class KernelStep:
         return self.source is not None or self.op is FINISH_COPY
 
     @property
-    def is_recompute(self) -> bool:
-        return self.call.phase == "recomputed" and self.op is self.call.op
-
-    @property
-    def reads(self) -> list[Tensor]:
-        return [t for t in self.inputs if t is not None]
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        """Attributes for the kernel; empty for an inserted copy."""
-        return self.call.attrs if self.op is self.call.op else {}
-
-    @property
-    def op_call(self) -> OpCall:
-        """Op, inputs and attributes, as backends take them."""
-        return self.op, self.inputs, self.attrs
-
-    @property
-    def workspaces(self) -> tuple[Spec, ...]:
-        """Scratch arrays that the kernel needs while it runs."""
-        return self.backend.workspaces(self.op, self.inputs, self.attrs)
+    def op_call(self) -> OpCall | None:
+        """Op, inputs and attributes, as backends take them; None for a copy that the host carries out."""
+        return None if self.is_host_copy else (self.op, self.inputs, self.attrs)

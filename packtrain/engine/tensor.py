@@ -34,10 +34,10 @@ class RequirementError(Exception):
     """Raised for a violated requirement of a shape rule; the Op adds its name and the call site."""
 
 
-def require(condition: bool, fact: str) -> None:
-    """Raise RequirementError with this fact unless the condition holds; for shape rules."""
+def require(condition: bool, fact: str, *tensors: "Tensor | None") -> None:
+    """Raise RequirementError unless the condition holds; each `{}` in the fact stands for the spec of a tensor."""
     if not condition:
-        raise RequirementError(fact)
+        raise RequirementError(fact.format(*[t and t.spec for t in tensors]) if tensors else fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        return _spec_nbytes(self.shape, self.dtype)
+        return spec_nbytes(self.shape, self.dtype)
 
     @property
     def strides(self) -> Shape:
         """Bytes between neighbours along each axis when the tensor is dense."""
-        return _spec_strides(self.shape, self.dtype)
+        return dense_strides(self.shape, self.dtype)
 
     def require(self, **tensors: "Tensor | None") -> "Spec":
         """Return this spec; raise RequirementError unless all the tensors have it or are None; for shape rules."""
@@ -68,17 +68,17 @@ class Spec:
         return self
 
     def __str__(self) -> str:
-        return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype.name}{[*self.shape]}"
 
 
 # cached: thousands of tensors share a few dozen shapes
 @cache
-def _spec_nbytes(shape: Shape, dtype: Dtype) -> int:
+def spec_nbytes(shape: Shape, dtype: Dtype) -> int:
     return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
 
 
 @cache
-def _spec_strides(shape: Shape, dtype: Dtype) -> Shape:
+def dense_strides(shape: Shape, dtype: Dtype) -> Shape:
     row_sizes = *map(dtype.row_nbytes, shape[-1:]), *shape[-2:0:-1]
     strides = dtype.block_nbytes, *itertools.accumulate(row_sizes, operator.mul)
     return strides[: len(shape)][::-1]
@@ -104,11 +104,7 @@ class Call:
     origin: tuple[str, int]
     phase: Phase
     results: tuple["Tensor", ...] = ()
-
-    @property
-    def returns_tuple(self) -> bool:
-        """Whether kernels and vjps get a tuple of results: several results, and updated leaves, come as one."""
-        return len(self.results) > 1 or bool(self.op.writes)
+    returns_tuple: bool = False  # of several results, or of updated leaves; for kernels and vjps
 
     @property
     def location(self) -> str:
@@ -149,10 +145,11 @@ class Tensor:
     @property
     def dense(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        if self.shared is None or self.spec.size <= 1:
+        shape, dense = self.spec.shape, dense_strides(self.spec.shape, self.spec.dtype)
+        if self.shared is None or self.strides == dense or math.prod(shape) <= 1:
             return True
-        axis_strides = zip(self.shape, self.strides, self.spec.strides, strict=True)
-        return all(n == 1 or stride == dense_stride for n, stride, dense_stride in axis_strides)
+        axes = zip(shape, self.strides, dense, strict=True)
+        return not [n for n, stride, dense_stride in axes if n != 1 and stride != dense_stride]
 
     @property
     def handle(self) -> "Tensor":
@@ -163,25 +160,23 @@ class Tensor:
         return t
 
     @property
-    def stem(self) -> str:
-        """Base of the unique name that a Graph gives: the tensor's name, else the op's."""
-        return self.name or (self.call.op.name if self.call else "leaf")
-
-    @property
     def label(self) -> str:
         return self.name or (f"a result of {self.call.op.name}" if self.call else "a leaf")
 
     def line(self, names: Mapping["Tensor", str]) -> str:
         """The tensor as text: `name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
-        typed_name = f"{names.get(self) or self.label}: {self.spec}"
-        if self.call is None:
+        call, spec, arguments = self.call, self.spec, list[str]()
+        typed_name = f"{names.get(self) or self.label}: {spec.dtype.name}{[*spec.shape]}"
+        if call is None:
             return typed_name
-        inputs = list(self.call.inputs)
+        inputs = list(call.inputs)
         while inputs and inputs[-1] is None:
             inputs.pop()
-        arguments = ["None" if x is None else names.get(x) or x.label for x in inputs]
-        arguments += [f"{key}={value!r}" for key, value in self.call.attrs.items()]
-        return f"{typed_name} = {self.call.op.name}({', '.join(arguments)})"
+        for x in inputs:
+            arguments.append("None" if x is None else names.get(x) or x.label)
+        for key, value in call.attrs.items():
+            arguments.append(f"{key}={value!r}")
+        return f"{typed_name} = {call.op.name}({', '.join(arguments)})"
 
     def __str__(self) -> str:
         return self.line({}) + (f"  # {self.call.location}" if self.call else "")
@@ -232,8 +227,8 @@ def _make_leaf(
     if min(shape, default=0) < 0 or (shape[-1] if shape else 1) % dtype.block:
         fact = f"shape {shape} is not possible; {dtype} rows are blocks of {dtype.block}"
         raise GraphError(f"{name}: {fact}")
-    spec = Spec(shape, dtype)
-    return Tensor(spec, spec.strides, kind=kind, role=role, value=value, name=name)
+    strides = dense_strides(shape, dtype)
+    return Tensor(Spec(shape, dtype), strides, kind=kind, role=role, value=value, name=name)
 
 
 # ---- ops -----------------------------------------------------------------------------------------------------
@@ -323,7 +318,9 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kw: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
-        attrs = self.defaults | {k: tuple(v) if isinstance(v, list) else v for k, v in kw.items()}
+        attrs = self.defaults | kw
+        if list in map(type, kw.values()):
+            attrs |= {name: tuple(v) for name, v in kw.items() if isinstance(v, list)}
         author = current_author.get() or CallAuthor(caller_line(), "forward")
         try:
             for i, t in enumerate(inputs):
@@ -338,26 +335,28 @@ class Op(Generic[P, R]):
                 raise
             fact = f"{str(error).removeprefix(self.name + '() ')}; call {self.usage}"
             raise TypeError(refusal(self.name, fact, inputs, author.origin)) from None
-        specs = ruled if isinstance(ruled, tuple) else (ruled,)
-        reads = tuple([t for t in inputs if t is not None])
+        reads = tuple([t for t in inputs if t is not None]) if None in inputs else inputs
         call = Call(self, inputs, reads, attrs, next(_call_serials), author.origin, author.phase)
-        results = tuple([self._result(call, i, spec) for i, spec in enumerate(specs)])
+        specs = ruled if isinstance(ruled, tuple) else (ruled,)
+        results = tuple(map(self._result, itertools.repeat(call), itertools.count(), specs))
         object.__setattr__(call, "results", results)
+        object.__setattr__(call, "returns_tuple", len(results) > 1 or bool(self.writes))
         return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
 
     def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
         if isinstance(spec, View):
-            x, dense_spec = call.reads[0], Spec(spec.shape, spec.dtype)
-            return Tensor(dense_spec, spec.layout, x.offset + spec.offset, call, shared=x.base)
+            x, dense = call.reads[0], Spec(spec.shape, spec.dtype)
+            return Tensor(dense, spec.layout, x.offset + spec.offset, call, shared=x.shared or x)
         if index < len(self.writes):
             leaf = call.inputs[self.writes[index]]
             assert leaf is not None
-            is_shared = [t.shared or t for t in call.reads].count(leaf.base) > 1
-            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or is_shared:
+            base = leaf.shared or leaf
+            is_shared = [t.shared or t for t in call.reads].count(base) > 1
+            if base.kind not in ("weight", "state") or leaf.handle is not leaf or is_shared:
                 requirement = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
                 raise GraphError(refusal(self.name, requirement, call.inputs, call.origin))
-            return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
-        return Tensor(spec, spec.strides, call=call, index=index)
+            return Tensor(spec, dense_strides(spec.shape, spec.dtype), 0, call, index, shared=base)
+        return Tensor(spec, dense_strides(spec.shape, spec.dtype), 0, call, index)
 
     @property
     def usage(self) -> str:

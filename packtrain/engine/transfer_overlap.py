@@ -6,6 +6,7 @@ carries one copy at a time, so that little more memory is needed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from packtrain.engine.backends import Backend
@@ -35,7 +36,7 @@ def overlap_transfers(
 ) -> list[KernelStep]:
     """Return the steps with copies in two parts where a backend carries them beside its kernels. Tensors under way
     get a home and a name."""
-    transfers = _find_transfers(steps) if any(step.source for step in steps) else {}
+    transfers = _find_transfers(steps) if any(map(attrgetter("source"), steps)) else {}
     begins, arrivals = dict[int, list[KernelStep]](), dict[int, list[KernelStep]]()
     used_names = dict.fromkeys(names.values(), 1) if transfers else {}
     for transfer in transfers.values():

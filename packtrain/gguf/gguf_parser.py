@@ -71,9 +71,11 @@ class GGUFPart:
     # ---- numbers and texts
 
     def _read_number(self, number_format: Struct, title: str) -> Any:
-        self._require_nbytes(number_format.size, title)
-        self.at += number_format.size
-        return number_format.unpack_from(self.data, self.at - number_format.size)[0]
+        size, at = number_format.size, self.at
+        if size > self.nbytes - at:
+            self._require_nbytes(size, title)
+        self.at += size
+        return number_format.unpack_from(self.data, at)[0]
 
     def _require_nbytes(self, size: int, title: str) -> None:
         left = self.nbytes - self.at
@@ -159,7 +161,7 @@ class GGUFPart:
         num_axes = self._read_number(U32, f"axes of {shown}")
         if num_axes > MAX_AXES:
             raise self._wrong(f"{shown} has {num_axes} axes; at most {MAX_AXES} are allowed")
-        shape = tuple(self._read_number(U64, f"shape of {shown}") for _ in range(num_axes))[::-1]
+        shape = tuple([self._read_number(U64, f"shape of {shown}") for _ in range(num_axes)])[::-1]
         type_number = self._read_number(U32, f"type of {shown}")
         offset = self._read_number(U64, f"offset of {shown}")
         if type_number not in gguf_format.DTYPE_BY_NUMBER:
@@ -168,7 +170,7 @@ class GGUFPart:
         if row_width % dtype.block:
             fact = f"rows of {shown} have {row_width} elements; {dtype} packs {dtype.block} each"
             raise self._wrong(fact)
-        if math.prod(max(axis, 1) for axis in shape) * 8 > MAX_ARRAY_NBYTES:
+        if math.prod(filter(None, shape)) * 8 > MAX_ARRAY_NBYTES:
             raise self._wrong(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
         nbytes = gguf_format.tensor_nbytes(shape, dtype)
         self.entries[name] = gguf_format.TensorInfo(name, shape, dtype, offset, nbytes)

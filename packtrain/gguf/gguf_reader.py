@@ -28,11 +28,8 @@ class GGUF:
         self._parts = _open_parts(Path(path))
         self.path = self._parts[0].path
         self.values = self._parts[0].values
-        self.entries = {
-            name: replace(info, part_index=i) if i else info
-            for i, gguf_part in enumerate(self._parts)
-            for name, info in gguf_part.entries.items()
-        }
+        infos = [(i, info) for i, part in enumerate(self._parts) for info in part.entries.values()]
+        self.entries = {e.name: replace(e, part_index=i) if i else e for i, e in infos}
         self.nbytes = sum(gguf_part.nbytes for gguf_part in self._parts)
 
     @property

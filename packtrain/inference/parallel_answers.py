@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference import generator
@@ -53,10 +54,9 @@ class ParallelAnswers:
         self._context, self._limits, self._size = context, limits, size or context.cache.num_cells
         check_prompt(prompt, self._size)
         self.prompt, self.reading, self.writing = tuple(prompt), Speed(), Speed()
+        answer = partial(ParallelAnswer, tokenizer, self.prompt, limits.stops)
         chains = [make_chain(tokenizer, sampling, seed, prompt, grammar) for seed in seeds]
-        self.answers = [
-            ParallelAnswer(tokenizer, self.prompt, limits.stops, chain) for chain in chains
-        ]
+        self.answers = [*map(answer, chains)]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """Yield the number of an answer and a piece of its text, all of one answer before the next."""

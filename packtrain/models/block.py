@@ -21,7 +21,8 @@ def transformer_block(
 ) -> Tensor:  # fmt: skip
     """Compute block i of the residual stream h (..., C), or of several (..., S, C), of which the block computes with
     the first. `embeddings` (..., L, P): each token's embedding for each block, in models that have them."""
-    block, compute = BlockBuilder(config, w, i), mixer.compute or compute_block
+    block = BlockBuilder(config, w, i, config.fused_slices)
+    compute = mixer.compute or compute_block
     if config.traits.num_streams:
         guess = altup.predict_streams(block, h)
         h = altup.correct(block, guess, compute(block, altup.stream_at(guess), rope_tables, mixer))

@@ -298,21 +298,25 @@ class Config(ModelSizes):
     @property
     def fused_slices(self) -> Mapping[str, tuple[str, int, int]]:
         """Return for each part of a fused tensor: the tensor, the part's first row and number of rows."""
-        q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
-        f = self.feed_forward_length
-        attention_slices = {
-            "attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv), "attn_v": ("attn_qkv", q + kv, kv),
-        }  # fmt: skip
-        ffn_slices = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
-        row_slices = attention_slices if self.has_fused_qkv else {}
+        traits, f, row_slices = (
+            self.traits,
+            self.feed_forward_length,
+            dict[str, tuple[str, int, int]](),
+        )
+        if self.has_fused_qkv:
+            q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
+            row_slices |= {"attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv)}
+            row_slices["attn_v"] = "attn_qkv", q + kv, kv
         if self.conv_width:
             c = self.embedding_length
             row_slices |= {name: (CONV_INPUT, n * c, c) for n, name in enumerate(CONV_INPUTS)}
-        if self.scan is not None and not self.traits.delta:
+        if self.scan is not None and not traits.delta:
             scan_rows = self.scan.input_rows
             for index, name in enumerate(SCAN_IN):
                 row_slices[name] = (SCAN_INPUT, sum(scan_rows[:index]), scan_rows[index])
-        return row_slices | (ffn_slices if self.traits.fused_ffn else {})
+        if traits.fused_ffn:
+            row_slices |= {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
+        return row_slices
 
 
 def linear_scaling(freq_scale: float) -> RopeScaling:

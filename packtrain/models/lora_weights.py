@@ -22,15 +22,16 @@ class BlockWeights:
     config: Config
     w: Weights
     block_index: int
+    slices: Mapping[str, tuple[str, int, int]]  # parts of fused weights, see Config.fused_slices
 
     def weight(self, name: str, suffix: str = "weight") -> Tensor:
         """Return a weight, or its rows in a fused one."""
-        full_name, start, num_rows = self.config.fused_slices.get(name, (name, 0, None))
+        full_name, start, num_rows = self.slices.get(name, (name, 0, None))
         leaf = self.w[f"blk.{self.block_index}.{full_name}.{suffix}"]
         return leaf if num_rows is None else ops.narrow(leaf, axis=0, start=start, length=num_rows)
 
     def _fused_name(self, name: str) -> str:
-        return self.config.fused_slices.get(name, (name,))[0]
+        return self.slices.get(name, (name,))[0]
 
     def project(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T (+ bias) (+ acc), with the weight's LoRA adapter if there is one."""
@@ -56,7 +57,7 @@ class BlockWeights:
         adapter, lora, w = self.lora_of(name), self.config.lora, self.weight(name)
         if adapter is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
             return None
-        (a, b, by, _), row_start = adapter, self.config.fused_slices.get(name, (name, 0, None))[1]
+        (a, b, by, _), row_start = adapter, self.slices.get(name, (name, 0, None))[1]
         both = ops.stored_sum(w, a, b, by=by, first=row_start)
         return ops.matmul_stored(x, both, a, b, acc, by=by, precision=self.config.precision)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
+from packtrain import kernels
 from packtrain.common.child_process import run_in_child
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.engine.backends import HOST
@@ -146,9 +147,10 @@ def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
 
 
 def plan_in_process(shape: StepShape, request: PlanRequest, search: int = 0) -> TrainingPlans:
-    """Make plans in this process; if packing loads some kernels, load the others, too."""
+    """Make plans in this process; if packing loads some kernels, load the others, whose memory alone is unknown."""
     plans = request.make_plans(shape)
-    request.kernels.load_remaining()
+    if any(map(kernels.is_loaded, request.kernels.names)):
+        request.kernels.load()
     return with_process_baseline(plans, search, request.kernels.pending_nbytes)
 
 

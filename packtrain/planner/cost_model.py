@@ -111,14 +111,17 @@ def call_seconds(
         endpoints = rates.on(call.source.name), rates.on(call.backend.name)
         return copy_seconds(call.results[0].spec.nbytes, *endpoints)
     if isinstance(call, KernelStep):
-        rates = rates.on(call.backend.name)
-    cost = call_cost(call, read)
-    work_seconds = sum([amount / rates.rate_of(kind) for kind, amount in cost.work.items()])
+        rates = rates.backend_rates.get(call.backend.name, rates)
+    cost, kinds, work_seconds = call_cost(call, read), rates.kinds, 0.0
+    for kind, amount in cost.work.items():
+        work_seconds += amount / (kinds.get(kind) or rates.rate_of(kind))
     data_share = (
         rates.attended_share if cost.is_causal else rates.target_share if cost.only_targets else 1.0
     )
     overhead_seconds = rates.call + (rates.region if cost.num_tasks > 1 else 0.0)
-    compute_seconds = data_share * work_seconds * idle_factor(cost.num_tasks, rates.threads)
+    compute_seconds = data_share * work_seconds
+    if cost.num_tasks < NUM_BALANCED_TASKS:
+        compute_seconds *= idle_factor(cost.num_tasks, rates.threads)
     return overhead_seconds + max(compute_seconds, rates.moving(traffic_nbytes(call, cost)))
 
 

@@ -226,7 +226,8 @@ class DraftEstimator:
         leaf_nbytes = training_plans.counted(shape, unique_leaves, target, self.space)
         leaf_nbytes += rooms_nbytes(shape.world_size, self.space)
         if self.space == HOST:
-            resident = (t for t in unique_leaves if not training_plans.is_mapped(shape, t))
+            mapped = training_plans.mapped_leaves(shape, unique_leaves)
+            resident = [leaf for leaf in unique_leaves if leaf not in mapped]
             leaf_nbytes += training_plans.transit_nbytes(resident, target)
         return StepEstimate(
             leaf_nbytes, block_estimate.arena, max((estimate.arena for estimate in outer_parts), default=0),

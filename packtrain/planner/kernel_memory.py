@@ -38,11 +38,6 @@ class KernelMemory(NamedTuple):
     def load(self) -> None:
         kernels.load_all(self.names)
 
-    def load_remaining(self) -> None:
-        """Load all kernels if some are loaded, because the memory of the rest alone is unknown."""
-        if any(map(kernels.is_loaded, self.names)):
-            self.load()
-
 
 def model_kernel_modules(config: Config) -> tuple[str, ...]:
     """Return the kernel modules that a model calls beyond those that every model calls."""

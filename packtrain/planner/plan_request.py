@@ -55,7 +55,8 @@ class PlanRequest:
 
     def offloaded(self, shape: StepShape) -> "PlanRequest":
         """Return the request with the moments of weights in device memory offloaded to the process's memory."""
-        weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
+        trained = [] if self.target.private else leaves(shape)[1]
+        weights = [leaf for leaf in trained if self.target.home(leaf).space != HOST]
         local = weights
         if shape.moment_share is not None:  # this process has only moments of its share
             local = [p for w in weights if (p := part_of_weight(w, shape.moment_share)) is not None]
@@ -64,11 +65,6 @@ class PlanRequest:
         target = replace(self.target, homes={**weight_homes, **{m.label: cpu for m in moments}})
         optimizer = self.optimizer.with_offloaded_state()
         return replace(self, optimizer=optimizer, target=target, offloads_moments=True)
-
-    def with_optimizer(self, optimizer: Optimizer, shape: StepShape) -> "PlanRequest":
-        """Return the request with another optimizer, whose moments are offloaded as before."""
-        changed_request = replace(self, optimizer=optimizer)
-        return changed_request.offloaded(shape) if self.offloads_moments else changed_request
 
     def sample_graphs(self, shape: StepShape) -> dict[Name, Placed]:
         """Return the placed graphs that generate samples, by number of tokens per run."""

@@ -340,7 +340,9 @@ class PlanSearch(DraftEstimator):
     def _with_optimizer(self, optimizer: Optimizer, shape: StepShape) -> "PlanSearch":
         """Return a search for another optimizer that shares all measurements that do not depend on the optimizer."""
         graphs, chains = self._graphs.items(), self._block_chains.items()
-        search = PlanSearch(self.request.with_optimizer(optimizer, shape), self.space)
+        request = replace(self.request, optimizer=optimizer)
+        request = request.offloaded(shape) if request.offloads_moments else request
+        search = PlanSearch(request, self.space)
         search._sample_estimates = self._sample_estimates
         search._graphs = {k: v for k, v in graphs if k[0] in OPTIMIZER_FREE_GRAPHS}
         search._block_chains = {k: v for k, v in chains if blocks_in(k) in OPTIMIZER_FREE_GRAPHS}

@@ -1,8 +1,10 @@
 """Shows plans as a printed table, as rows for a picture, and as plain data."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from packtrain.common.text import clock, plural, speed_text
@@ -11,9 +13,10 @@ from packtrain.engine.backends import HOST
 from packtrain.engine.memory_plan import Buffer, size_text
 from packtrain.planner.block_extrapolation import num_reached_blocks
 from packtrain.planner.step_shape import DEFAULT_CHUNK
-from packtrain.planner.training_plans import TrainingPlans, buffer_nbytes, counted, leaves, runs
+from packtrain.planner.training_plans import MAPPED, TrainingPlans, leaves, runs
 
 BUFFER_FIELDS = tuple(field.name for field in fields(Buffer))
+buffer_values = attrgetter(*BUFFER_FIELDS)
 NEARLY_ALL = 0.95  # share of trained tokens above which their number is not printed
 
 
@@ -25,13 +28,14 @@ def plan_data(
     arena = plans.largest_plan.arena(plans.target.space)
     total_nbytes = plans.total_nbytes
     plan_record: dict[str, Any] = {
-        "weights_bytes": plans.weight_nbytes, "mapped_bytes": plans.mapped_nbytes, "state_bytes": plans.state_nbytes,
-        "gradient_bytes": plans.gradient_nbytes, "arena_bytes": arena.nbytes, "lower_bound_bytes": arena.lower_bound,
+        "weights_bytes": plans.role_nbytes("weight", "table"), "mapped_bytes": plans.mapped_nbytes,
+        "state_bytes": plans.role_nbytes("moment", "cache"), "gradient_bytes": plans.role_nbytes("sum"),
+        "arena_bytes": arena.nbytes, "lower_bound_bytes": arena.lower_bound,
         "loop_bytes": plans.loop_nbytes, "baseline_bytes": plans.baseline_nbytes, "total_bytes": total_nbytes,
         "minimum_bytes": min_budget, "budget_bytes": budget_nbytes,
         "fits": budget_nbytes is None or total_nbytes <= budget_nbytes, "seconds_per_step": seconds,
         "window_bytes": plans.window.nbytes if plans.window else None, "seconds_before_step_1": before,
-        "buffers": [*map(_buffer_record, plans.largest_plan.buffers)],
+        "buffers": [dict(zip(BUFFER_FIELDS, b, strict=True)) for b in map(buffer_values, plans.largest_plan.buffers)],
     }  # fmt: skip
     limits = plans.target.limits
     space_records: dict[str, Any] = {
@@ -46,23 +50,17 @@ def plan_data(
     return plan_record | ({"spaces": space_records} if space_records else {})
 
 
-def _buffer_record(buffer: Buffer) -> dict[str, Any]:
-    return {name: getattr(buffer, name) for name in BUFFER_FIELDS}
-
-
 def _parameters_text(plans: TrainingPlans) -> str:
     counts = Counter[str]()
     for leaf in leaves(plans.shape)[1]:
-        counts[str(leaf.dtype)] += leaf.spec.size
-    first_text, *other_texts = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
+        counts[leaf.spec.dtype.name] += math.prod(leaf.spec.shape)
+    first_text, *other_texts = [f"{n:,} {{}}in {dtype}" for dtype, n in counts.items()]
     return ", ".join([first_text.format("parameters "), *(text.format("") for text in other_texts)])
 
 
 def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int, str]]:
     """Return rows (name, bytes, reason) of a memory space outside the arena."""
-    local = (t for t in plans.resident_leaves.values() if plans.target.home(t).space == space)
-    resident_nbytes = buffer_nbytes(local, plans.target)
-    mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - resident_nbytes
+    mapped = plans.role_nbytes(MAPPED, space=space) * (space != HOST)
     moments, world_size = plans.role_nbytes("moment", "cache", space=space), plans.shape.world_size
     allocator_text = "PyTorch's own, for its tensors"
     allocator_text += " and what kernels make" if space != HOST else ""
@@ -129,8 +127,8 @@ def _row_line(memory_row: tuple[str, int, str]) -> str:
 def choice_texts(plans: TrainingPlans) -> list[str]:
     """Return texts of the choices that save memory."""
     shape = plans.shape
-    calls = (call for placed in plans.placed_graphs.values() for call in placed.graph.calls)
-    num_recomputed = sum(call.phase == "recomputed" and not call.op.view for call in calls)
+    calls = [call for placed in plans.placed_graphs.values() for call in placed.graph.calls]
+    num_recomputed = len([c for c in calls if c.phase == "recomputed" and not c.op.view])
     lines = [f"{plural(num_recomputed, 'operation')} recomputed"] if num_recomputed else []
     if nbytes := offloaded_activation_nbytes(plans):
         lines.append(f"{size_text(nbytes)} of activations wait in the memory of this process")

@@ -17,7 +17,7 @@ from packtrain.engine.page_window import in_pages, page_schedule, smallest_windo
 from packtrain.planner.budget import ReportFunction, enough, mib, plan_within_limits
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
-from packtrain.planner.training_plans import BaseWindow, TrainingPlans, is_mapped, leaves, runs
+from packtrain.planner.training_plans import BaseWindow, TrainingPlans, leaves, mapped_leaves, runs
 
 NUM_LARGEST_WEIGHTS = 3  # for which a window has room: one is read, others are on their way
 SCHEDULE_NBYTES, SCHEDULED_CALL_NBYTES = 2 << 20, 1_000  # of this process, and for each call
@@ -34,7 +34,7 @@ def plan_within_resident(
     rate   bytes per second at which the base's file is read
     """
     model = leaves(shape)[0].values()
-    sizes = sorted(in_pages(leaf.spec.nbytes) for leaf in model if is_mapped(shape, leaf))
+    sizes = sorted(in_pages(leaf.spec.nbytes) for leaf in mapped_leaves(shape, model))
     room = sum(sizes) if sum(sizes) <= limit // 2 else sum(sizes[-NUM_LARGEST_WEIGHTS:])
     private_limit = request.limits.get(HOST, limit)
     for _ in range(MAX_PLANS):
@@ -61,11 +61,8 @@ def plan_within_resident(
 
 def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
     """Return the window of so many bytes: at least what a call reads, at most the base."""
-    sizes = {
-        name: in_pages(leaf.spec.nbytes)
-        for name, leaf in plans.leaves.items()
-        if name not in plans.resident_leaves
-    }
+    mapped = mapped_leaves(plans.shape, plans.leaves.values())
+    sizes = {leaf.label: in_pages(leaf.spec.nbytes) for leaf in mapped}
     reads = {name: weight_reads(placed, sizes) for name, placed in plans.placed_graphs.items()}
     call_nbytes = max(map(smallest_window, reads.values()))
     nbytes = max(min(nbytes, sum(sizes.values())), call_nbytes)

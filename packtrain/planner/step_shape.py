@@ -1,5 +1,6 @@
 """StepShape: the computation of a training step and its model, for which plans are made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -41,18 +42,21 @@ class BaseModel:
         fields = f"types={self.types}, frozen={self.frozen}, last={self.num_trained_blocks}"
         return f"Base({fields}, strict={self.strict}, masters={self.masters!r})"
 
+    def trained_names(self, config: Config, leaves: Mapping[str, Tensor]) -> dict[str, None]:
+        """Return the names of the leaves that are trained weights of the model, in order."""
+        names = [name for name, leaf in leaves.items() if leaf.role == "weight"]
+        if config.lora is not None:
+            return dict.fromkeys([name for name in names if name.endswith(SUFFIXES)])
+        if self.num_trained_blocks:
+            first = config.block_count - self.num_trained_blocks
+            names = [n for n in names if n.startswith("blk.") and int(n.split(".")[1]) >= first]
+        for pattern in self.frozen:
+            names = [name for name in names if not fnmatchcase(name, pattern)]
+        return dict.fromkeys(names)
+
     def trains(self, config: Config, leaf: Tensor) -> bool:
         """Whether a weight of the model is trained."""
-        name = leaf.label
-        if leaf.role != "weight":
-            return False
-        if config.lora is not None:
-            return name.endswith(SUFFIXES)
-        first = config.block_count - self.num_trained_blocks if self.num_trained_blocks else 0
-        is_selected = not self.num_trained_blocks
-        if name.startswith("blk."):
-            is_selected = int(name.split(".")[1]) >= first
-        return is_selected and not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        return bool(self.trained_names(config, {leaf.label: leaf}))
 
 
 @dataclass(frozen=True, slots=True)

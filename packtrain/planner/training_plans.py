@@ -18,7 +18,7 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, make_plan
 from packtrain.engine.optim import Optimizer
 from packtrain.engine.placement import Placed, place
-from packtrain.engine.tensor import GraphError, Role, Tensor
+from packtrain.engine.tensor import GraphError, Role, Tensor, spec_nbytes
 from packtrain.models import transformer
 from packtrain.models.arch.architecture import LAYER_INPUTS, is_matrix
 from packtrain.models.config import Config
@@ -37,6 +37,7 @@ NUM_PASSING_LEAVES = 2  # leaves of another memory that are on their way into a 
 BOUND_NBYTES = 1_100  # bytes of an executor for each call, measured in a heap without free room
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
+MAPPED = "mapped"  # in place of the role of a leaf in a mapped file
 Name = str | int  # name of a graph; graphs that generate samples are named by their tokens per run
 Graphs = Mapping[Name, Placed]
 
@@ -82,7 +83,18 @@ class TrainingPlans:
     @cached_property
     def resident_leaves(self) -> dict[str, Tensor]:
         """The leaves that are not mapped from a file, by name."""
-        return {name: leaf for name, leaf in self.leaves.items() if not is_mapped(self.shape, leaf)}
+        mapped = mapped_leaves(self.shape, self.leaves.values())
+        return {name: leaf for name, leaf in self.leaves.items() if leaf not in mapped}
+
+    @cached_property
+    def leaf_sizes(self) -> dict[tuple[str, str], list[int]]:
+        """Bytes of each leaf, by memory space and role; the role of leaves in a mapped file is `mapped`."""
+        sizes = dict[tuple[str, str], list[int]]()
+        for name, leaf in self.leaves.items():
+            role = str(leaf.role) if name in self.resident_leaves else MAPPED
+            group = sizes.setdefault((self.target.home(leaf).space, role), [])
+            group.append(spec_nbytes(leaf.spec.shape, leaf.spec.dtype))
+        return sizes
 
     @property
     def trained_names(self) -> list[str]:
@@ -93,9 +105,9 @@ class TrainingPlans:
         """Leaves that a checkpoint stores: trained weights and moments. Sums and KV caches start from zero."""
         return {n: t for n, t in self.resident_leaves.items() if t.role not in ("sum", "cache")}
 
-    @cached_property
+    @property
     def mapped_nbytes(self) -> int:
-        return leaves_nbytes(self.leaves.values()) - leaves_nbytes(self.resident_leaves.values())
+        return self.role_nbytes(MAPPED)
 
     @property
     def largest_plan(self) -> Plan:
@@ -111,28 +123,16 @@ class TrainingPlans:
         """All memory spaces in use other than the process's own."""
         return sorted({a.space for plan in self.plans.values() for a in plan.arenas} - {HOST})
 
-    def role_nbytes(self, *roles: Role, space: str | None = None) -> int:
-        """Return the bytes of allocated leaves with these roles, in one memory space or in all."""
-        matching = (leaf for leaf in self.resident_leaves.values() if leaf.role in roles)
-        return leaves_nbytes(t for t in matching if space in (None, self.target.home(t).space))
+    def role_nbytes(self, *roles: str, space: str | None = None) -> int:
+        """Return the bytes of leaves with these roles, in one memory space or in all."""
+        items = self.leaf_sizes.items()
+        return sum([sum(n) for (at, role), n in items if role in roles and space in (None, at)])
 
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of the optimizer's moments and of the KV cache for samples."""
-        return self.role_nbytes("moment", "cache")
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """Bytes of gradient sums over micro-batches; gradients of a single micro-batch live in the arena."""
-        return self.role_nbytes("sum")
-
-    @property
-    def weight_nbytes(self) -> int:
-        return self.role_nbytes("weight", "table")
-
-    @property
-    def arena_nbytes(self) -> int:
-        return self.largest_plan.arena(self.target.space).nbytes
+    def resident_nbytes(self, space: str) -> int:
+        """Return the bytes of a session's buffer for leaves that are not mapped, each at its backend's alignment."""
+        alignment = next((b.alignment for b in self.target.every if b.space == space), 1)
+        groups = [n for (at, role), n in self.leaf_sizes.items() if at == space and role != MAPPED]
+        return sum([-(-nbytes // alignment) * alignment for sizes in groups for nbytes in sizes])
 
     @cached_property
     def calls(self) -> int:
@@ -142,16 +142,12 @@ class TrainingPlans:
     @cached_property
     def loop_nbytes(self) -> int:
         schedule_nbytes = self.window.schedule_nbytes if self.window else 0
-        file_nbytes = transit_nbytes(self.resident_leaves.values(), self.target) + self.whole_nbytes
+        file_nbytes = transit_nbytes(self.resident_leaves.values(), self.target)
+        if self.shape.moment_share is not None:
+            # a weight's moments from all processes, on their way into a file, beyond the arena
+            largest = max((self.leaves[name].spec.nbytes for name in self.trained_names), default=0)
+            file_nbytes += max(largest - self.largest_plan_in(HOST).arena(HOST).nbytes, 0)
         return loop_nbytes(self.shape, self.calls) + file_nbytes + schedule_nbytes
-
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes for a weight's moments from all processes, on their way into a file, beyond those of the arena."""
-        if self.shape.moment_share is None:
-            return 0
-        largest = max((self.leaves[name].spec.nbytes for name in self.trained_names), default=0)
-        return max(largest - self.largest_plan_in(HOST).arena(HOST).nbytes, 0)
 
     @cached_property
     def nbytes(self) -> int:
@@ -170,7 +166,8 @@ class TrainingPlans:
 
     def nbytes_in(self, space: str) -> int:
         """Return the bytes that a run takes of a memory space."""
-        leaf_nbytes = counted(self.shape, self.leaves.values(), self.target, space)
+        leaf_nbytes = self.resident_nbytes(space)
+        leaf_nbytes += self.role_nbytes(MAPPED, space=space) * (space != HOST)  # copied there
         constant_nbytes = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         overhead_nbytes = self.loop_nbytes if space == HOST else constant_nbytes
         arena = self.largest_plan_in(space).arena(space)
@@ -184,12 +181,10 @@ class TrainingPlans:
 
     def _buffer_nbytes(self, space: str) -> list[int]:
         """Return sizes of a session's buffers in a space: copies from a file, other leaves and constants, the arena."""
-        local = [t for t in self.leaves.values() if self.target.home(t).space == space]
-        resident_leaves = [leaf for leaf in local if leaf.label in self.resident_leaves]
-        resident = buffer_nbytes(resident_leaves, self.target)
-        mapped = [t.spec.nbytes for t in local if t.label not in self.resident_leaves]
-        constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
-        return [*mapped, resident + constants, self.largest_plan_in(space).arena(space).nbytes]
+        resident = self.resident_nbytes(space)
+        resident += sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
+        arena_nbytes = self.largest_plan_in(space).arena(space).nbytes
+        return [*self.leaf_sizes.get((space, MAPPED), ()), resident, arena_nbytes]
 
     def step_seconds(self, rates: cost_model.BackendRates) -> float:
         """Return the expected seconds of a training step."""
@@ -204,11 +199,11 @@ class TrainingPlans:
 
 def lasting(placed: Placed) -> dict[str, Tensor]:
     """Return the weights and states of a graph by name."""
-    return {leaf.label: leaf for leaf in placed.graph.leaves if leaf.role}
+    return {placed.names[leaf]: leaf for leaf in placed.graph.leaves if leaf.role}
 
 
 def leaves_nbytes(leaves: Iterable[Tensor]) -> int:
-    return sum([leaf.spec.nbytes for leaf in leaves])
+    return sum([spec_nbytes(leaf.spec.shape, leaf.spec.dtype) for leaf in leaves])
 
 
 def buffer_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
@@ -216,29 +211,32 @@ def buffer_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
     return sum([aligned(leaf.spec.nbytes, target.home(leaf).alignment) for leaf in leaves])
 
 
-def is_mapped(shape: StepShape, leaf: Tensor) -> bool:
-    """Whether a leaf is mapped from the file of the base."""
-    base = shape.base
-    return base is not None and leaf.kind == "weight" and not base.trains(shape.config, leaf)
+def mapped_leaves(shape: StepShape, of: Iterable[Tensor]) -> dict[Tensor, None]:
+    """Return those of the leaves that are mapped from the file of the base, in order."""
+    if shape.base is None:
+        return {}
+    weights = {leaf.name or "": leaf for leaf in of if leaf.kind == "weight"}
+    trained = shape.base.trained_names(shape.config, weights)
+    return {leaf: None for name, leaf in weights.items() if name not in trained}
 
 
 def packed_weight_types(shape: StepShape) -> set[Dtype]:
     """Return the types other than f32 that the model's weights have."""
-    return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
+    return {leaf.spec.dtype for leaf in leaves(shape)[0].values()} - {f32}
 
 
 def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
     """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied."""
     local = [leaf for leaf in of if target.home(leaf).space == space]
-    mapped = {leaf for leaf in local if is_mapped(shape, leaf)}
+    mapped = mapped_leaves(shape, local)
     resident_nbytes = buffer_nbytes([leaf for leaf in local if leaf not in mapped], target)
     return resident_nbytes + leaves_nbytes(mapped) * (space != HOST)
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
     """Return the bytes of this process for leaves of another memory on their way into a file or out of one."""
-    remote_sizes = (leaf.spec.nbytes for leaf in leaves if target.home(leaf).space != HOST)
-    return NUM_PASSING_LEAVES * max(remote_sizes, default=0)
+    remote = [] if target.private else [t for t in leaves if target.home(t).space != HOST]
+    return NUM_PASSING_LEAVES * max([leaf.spec.nbytes for leaf in remote], default=0)
 
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
@@ -348,8 +346,8 @@ def saves_input(shape: StepShape) -> bool:
 @cache
 def passed_over(config: Config, base: BaseModel | None) -> int:
     """Return the number of blocks before the first block that the backward pass reaches."""
-    all_weights = transformer.weights(config).items()
-    names = (name for name, leaf in all_weights if base is None or base.trains(config, leaf))
+    weights = transformer.weights(config)
+    names = weights if base is None else base.trained_names(config, weights)
     reached_names = [n for n in names if n.startswith(("blk.", EMBEDDING, *LAYER_INPUTS))]
     if any(not name.startswith("blk.") for name in reached_names):
         return 0
@@ -362,8 +360,8 @@ def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
         weights = transformer.weights(shape.config)
         return weights, [leaf for leaf in weights.values() if leaf.role == "weight"]
     base = shape.base
-    named_leaves = transformer.weights(shape.config).items()
-    shapes = {name: leaf.shape for name, leaf in named_leaves if base.trains(shape.config, leaf)}
+    named_leaves = transformer.weights(shape.config)
+    shapes = {n: named_leaves[n].spec.shape for n in base.trained_names(shape.config, named_leaves)}
     types = {name: base.masters if is_matrix(name, s) else f32 for name, s in shapes.items()}
     weights = transformer.weights(shape.config, dict(base.types) | types)
     return weights, [weights[name] for name in types]

@@ -2,6 +2,7 @@
 
 import base64
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,6 @@ def rerank_ids(tokenizer: Tokenizer, template: Any, query: str, document: str) -
         return tokenizer.encode(prompt, bos=False, eos=False)
     end = [tokenizer.eos] if tokenizer.add_eos and tokenizer.eos is not None else []
     start = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
-    ids = [
-        tokenizer.encode(text, bos=False, eos=False, special=False) for text in (query, document)
-    ]
+    encode = partial(tokenizer.encode, bos=False, eos=False, special=False)
+    ids = encode(query), encode(document)
     return [*start, *ids[0], *end, *ids[1], *end]

@@ -77,9 +77,7 @@ class _Connection(H11Protocol):
                 excess_nbytes -= connection_nbytes
 
     def _all(self) -> "list[_Connection]":
-        return [
-            connection for connection in self.connections if isinstance(connection, _Connection)
-        ]
+        return [item for item in self.connections if isinstance(item, _Connection)]
 
     def _start_idle_timer(self) -> None:
         self._stop_idle_timer()

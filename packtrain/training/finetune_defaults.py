@@ -51,9 +51,7 @@ def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: i
         settings = replace(settings, lr=default_rate(settings, width))
     num_epochs = settings.epochs
     if num_epochs is None or settings.iters is not None:  # the usual passes over so many examples
-        num_epochs = next(
-            (epochs for max_examples, epochs in EPOCHS if examples <= max_examples), 1
-        )
+        num_epochs = next((n for max_examples, n in EPOCHS if examples <= max_examples), 1)
     if not settings.batch_size:
         settings = replace(settings, batch_size=_batch_size(settings, num_rows, num_epochs))
     if settings.iters is None and settings.epochs is None:

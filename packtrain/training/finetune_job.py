@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ TEMPLATE = "tokenizer.chat_template"
 ADAPTER = "adapter.gguf"  # in the run folder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TunedModel:
     """The model of a file, and which of its tensors are trained."""
 
@@ -68,10 +68,9 @@ class TunedModel:
             return {}
         return {TEMPLATE: MetadataValue("string", self.chat_template)}
 
-    @property
+    @cached_property
     def trained_names(self) -> list[str]:
-        leaves = transformer.weights(self.config).items()
-        return [name for name, leaf in leaves if self.base.trains(self.config, leaf)]
+        return [*self.base.trained_names(self.config, transformer.weights(self.config))]
 
     def shared(self) -> Mapping[str, np.ndarray]:
         trained = set(self.trained_names)
@@ -230,7 +229,8 @@ def _make_batches(
     length = settings.ctx or min(config.context_length, CONTEXT)
     check_context(config, length, report)
     cache_folder = writable(cache_root() / "tokens")
-    dataset = prepare_dataset(_recipe(settings, length), cache_folder, report, settings.memory)
+    recipe = _recipe(settings, length)
+    dataset = prepare_dataset(recipe, cache_folder, report, settings.memory, model.gguf)
     for note in dataset.notes:
         report(note)
     preference = settings.preference

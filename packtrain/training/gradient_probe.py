@@ -73,6 +73,5 @@ def _report_unreached(
         fact = f"no gradient reaches {', '.join(dead[:NAMED])}{suffix}"
         raise NoGradient(f"{fact}; training would not change them")
     for name, unchanged in unmoved.items():
-        report(
-            f"{name}: no token of the first step reaches experts {', '.join(map(str, unchanged))}"
-        )
+        experts = ", ".join(map(str, unchanged))
+        report(f"{name}: no token of the first step reaches experts {experts}")

@@ -199,9 +199,9 @@ def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> lis
     opening = "".join(character for character, _ in shared_chars)[::-1]
     end_pattern, start_pattern = (rf"\s*{_spaced(text)}\s*" for text in (after, opening))
     cut = [re.sub(f"{end_pattern}$", "", text) for text in prompt_texts]
-    return [
-        (re.split(start_pattern, text)[-1] if opening.strip() else text).strip() for text in cut
-    ]
+    if opening.strip():
+        cut = [re.split(start_pattern, text)[-1] for text in cut]
+    return [text.strip() for text in cut]
 
 
 def _spaced(text: str) -> str:

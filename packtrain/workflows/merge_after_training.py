@@ -252,7 +252,7 @@ def _placeholder_adapter(job: TrainingJob) -> Adapter | None:
         return None
     if job.model.settings.merge == "none":
         return None
-    shapes = {weight_name: leaf.shape for weight_name, leaf in weights(config).items()}
+    shapes = {weight_name: leaf.spec.shape for weight_name, leaf in weights(config).items()}
     names = [weight_name.removesuffix(A) for weight_name in shapes if weight_name.endswith(A)]
     zero_tensors = {
         n + end: np.broadcast_to(np.float32(0), shapes[n + end]) for n in names for end in (A, B)

@@ -25,11 +25,8 @@ class PageEvents(Events):
     """Events of a run that also show messages and counts on the run's page."""
 
     def __init__(self, events: Events, board: RunsPageData) -> None:
-        passed_on = (
-            event_name
-            for event_name in vars(Events)
-            if event_name[0] != "_" and event_name not in vars(PageEvents)
-        )
+        own_names = vars(PageEvents)
+        passed_on = (name for name in vars(Events) if name[0] != "_" and name not in own_names)
         vars(self).update({event_name: getattr(events, event_name) for event_name in passed_on})
         self.events, self.board = events, board
 

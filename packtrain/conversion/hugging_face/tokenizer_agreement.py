@@ -40,9 +40,8 @@ def check_agreement(
     reference = _package_encoder(path) if fast else None
     if steps and reference:
         # the first and last added tokens, in frames
-        names = [
-            str(as_object(token).get("content")) for token in as_list(fast.get("added_tokens"))
-        ]
+        added_tokens = map(as_object, as_list(fast.get("added_tokens")))
+        names = [str(token.get("content")) for token in added_tokens]
         outer_names = names[:MAX_SPECIAL_NAMES] + names[-MAX_SPECIAL_NAMES:]
         frames = steps.special_frames
         texts = chain(texts, (f.replace("{}", name) for name in outer_names for f in frames))

@@ -98,9 +98,8 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
         fact = f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
         raise InputError(fact)
     space_steps = [step for step in flat_steps["decoder"] if step["type"] in ("Strip", "Metaspace")]
-    drops = any(
-        step.get("start", 1) == 1 and _prepend_scheme(step) != "never" for step in space_steps
-    )
+    first_steps = [step for step in space_steps if step.get("start", 1) == 1]
+    drops = any(_prepend_scheme(step) != "never" for step in first_steps)
     if decoder_kinds and not is_byte_level and drops != steps.adds_space:
         verbs = "drops" if drops else "keeps", "keep" if drops else "drop"
         note = f"decoder {verbs[0]} a space before a text, and readers of GGUF {verbs[1]} it"

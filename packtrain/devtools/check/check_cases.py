@@ -130,9 +130,8 @@ def has_kernel(name: str, backend: Backend) -> bool:
     """Whether a backend has a kernel of its own for an op; functions and views need none."""
     if name in FUNCTIONS or not OPS[name].kernels:
         return True
-    return all(
-        backend.kernel(OPS[name], sample.inputs) for sample in op_samples.samples_of_op(name)
-    )
+    samples = op_samples.samples_of_op(name)
+    return all(backend.kernel(OPS[name], sample.inputs) for sample in samples)
 
 
 def kind(sample: CheckSample) -> str:

@@ -130,7 +130,7 @@ class Backend(Protocol):
     def lock_pages(self, buffer: Any) -> None:
         """Lock the pages of a host buffer as long as it exists, so that copies need no detour."""
 
-    def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
+    def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
         """Return calls that do the work of `calls`, perhaps with less work of the host; some may be `later`. The calls
         are consecutive in one plan and have run once; None in `op_calls` is a copy. Arrays keep their addresses."""
 
@@ -174,8 +174,9 @@ class Host:
     def view(
         self, buffer: np.ndarray, offset: int, spec: Spec, strides: tuple[int, ...]
     ) -> np.ndarray:
-        shape = spec.dtype.array_shape(spec.shape)
-        return np.ndarray(shape, spec.dtype.numpy, buffer, offset, strides)
+        dtype, shape = spec.dtype, spec.shape
+        array_shape = shape if dtype.block == 1 else dtype.array_shape(shape)
+        return np.ndarray(array_shape, dtype.numpy, buffer, offset, strides)
 
     def window(self, array: np.ndarray) -> np.ndarray:
         return array
@@ -214,7 +215,7 @@ class Host:
     def lock_pages(self, buffer: Any) -> None:
         """Do nothing: this backend copies from ordinary memory."""
 
-    def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
+    def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
         return calls
 
 

@@ -215,9 +215,7 @@ class TorchDevice:
 
     def reserve(self, op_calls: Iterable[OpCall]) -> None:
         if cuda_of(self.device) is not None:
-            traces = traces_of(
-                self._measured(*call) for call in op_calls if NAME in call[0].kernels
-            )
+            traces = traces_of(self._measured(*c) for c in op_calls if NAME in c[0].kernels)
             make_room(self.device, cuda_caching.largest_room_nbytes(traces))
 
     @property
@@ -292,7 +290,7 @@ class TorchDevice:
     def lock_pages(self, buffer: Any) -> None:
         cuda_graphs.lock_pages(self.device, buffer)
 
-    def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
+    def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
         recordable = [call is not None and self._measured(*call).is_recordable for call in op_calls]
         return record_graphs(self.device, calls, recordable)
 

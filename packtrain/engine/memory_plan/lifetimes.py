@@ -11,7 +11,10 @@ import numpy.typing as npt
 
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import KernelStep
-from packtrain.engine.tensor import Tensor
+from packtrain.engine.tensor import Tensor, spec_nbytes
+
+# of results, by the phase of their call
+CATEGORIES = {"forward": "activation", "backward": "gradient", "recomputed": "recomputed"}
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +66,15 @@ class _LifetimeAnalysis:
         self.outputs = {t.base for t in placed.graph.outputs.values()}
         self.storage_of: dict[Tensor, Storage] = {}
         self.reading_steps = _reading_steps(placed)
+        self.releases: Sequence[int] = range(1, len(placed.steps) + 2)
+        if placed.barriers is not None:
+            self.releases = [*map(placed.released, range(len(placed.steps) + 1))]
 
     def storages(self) -> list[Storage]:
-        placed, names = self.placed, self.placed.names
+        placed, names, releases = self.placed, self.placed.names, self.releases
         storage_list = [self._input(leaf) for leaf in placed.graph.leaves if leaf.kind == "input"]
         for i, step in enumerate(placed.steps):
-            end, space = placed.released(i), step.backend.space
+            end, space, reading_steps = releases[i], step.backend.space, self.reading_steps
             if workspace_specs := step.workspaces:
                 name = f"{names[step.results[0]]} work"
                 workspace_arena = self.arena_of(name)  # all workspaces of a step
@@ -77,28 +83,26 @@ class _LifetimeAnalysis:
                     storage_list.append(Storage(*fields, workspace_arena))
             reused: set[Storage] = set()
             for index, t in enumerate(step.results):
-                if (t.shared or t).kind or (
-                    t not in self.reading_steps and index in step.op.optional
-                ):
+                if (t.shared or t).kind or (t not in reading_steps and index in step.op.optional):
                     continue
-                arena = self.arena_of(names[t])
-                storage = self._reusable_storage(step, index, i, reused, arena)
+                arena = "" if self.arena_of is default_arena else self.arena_of(names[t])
+                storage = None
+                if step.op.inplace.get(index):
+                    storage = self._reusable_storage(step, index, i, reused, arena)
                 if storage is None:
-                    kind, nbytes = _category(step, t, self.outputs), t.spec.nbytes
+                    nbytes = spec_nbytes(t.spec.shape, t.spec.dtype)
+                    kind = "output" if t in self.outputs else CATEGORIES[step.call.phase]
                     storage = Storage(names[t], step.op.name, kind, space, nbytes, i, end, arena)
                     storage_list.append(storage)
                 reused.add(storage)
                 storage.tensors.append(t)
-                storage.end = max(placed.released(self._last_read(t, i)), end)
+                storage.end = max(releases[reading_steps.get(t, (i,))[-1]], end)
                 self.storage_of[t] = storage
         return storage_list
 
-    def _last_read(self, t: Tensor, i: int) -> int:
-        """The last step that reads a storage-owning tensor; `i` if none does."""
-        return self.reading_steps[t][-1] if t in self.reading_steps else i
-
     def _input(self, leaf: Tensor) -> Storage:
-        space, end = self.placed.home[leaf].space, self.placed.released(self._last_read(leaf, 0))
+        last_read = self.reading_steps.get(leaf, (0,))[-1]
+        space, end = self.placed.home[leaf].space, self.releases[last_read]
         fields = leaf.label, "input", "input", space, leaf.spec.nbytes, 0, end
         self.storage_of[leaf] = Storage(*fields, self.arena_of(leaf.label), [leaf])
         return self.storage_of[leaf]
@@ -118,8 +122,9 @@ class _LifetimeAnalysis:
             *earlier_reads, last_read = self.reading_steps[base][-2:]
             is_last_read = last_read == i and (not earlier_reads or released(earlier_reads[0]) <= i)
             is_same_layout = storage.arena == arena and t.spec == result.spec and t.dense
-            is_whole = is_same_layout and t.offset == 0 and t.spec.nbytes == base.spec.nbytes
-            if is_whole and is_last_read and storage.nbytes == result.spec.nbytes:
+            # results take storage of their own size, so that a base is as large as its storage
+            nbytes = spec_nbytes(t.spec.shape, t.spec.dtype)
+            if is_same_layout and t.offset == 0 and nbytes == storage.nbytes and is_last_read:
                 return storage
         return None
 
@@ -129,10 +134,3 @@ def lifetime_columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray
     aligned_nbytes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
     column_lists = [s.start for s in of], [s.end for s in of], aligned_nbytes
     return tuple(np.array(column, np.int64) for column in column_lists)
-
-
-def _category(step: KernelStep, t: Tensor, outputs: set[Tensor]) -> str:
-    if t in outputs:
-        return "output"
-    categories = {"forward": "activation", "backward": "gradient", "recomputed": "recomputed"}
-    return categories[step.call.phase]

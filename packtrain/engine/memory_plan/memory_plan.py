@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from packtrain.engine.backends import HOST, aligned
+from packtrain.engine.backends import HOST
 from packtrain.engine.memory_plan import lifetimes
-from packtrain.engine.memory_plan.lifetimes import Storage, lifetime_columns, storage_lifetimes
+from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lifetimes
 from packtrain.engine.packing import lower_bound, pack, packing_height
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import KernelStep
-from packtrain.engine.tensor import GraphError
+from packtrain.engine.tensor import GraphError, spec_nbytes
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 ArenaKey = tuple[str, str]  # a space, and the name of one of its arenas
@@ -94,7 +94,7 @@ class Plan:
     def peak(self, space: str = HOST, name: str = "") -> list[Buffer]:
         """Return the buffers of an arena that are alive at its fullest step, largest first."""
         at = self.arena(space, name).peak_step
-        alive = [b for b in self.buffers if b.place == (space, name) and b.start <= at < b.end]
+        alive = [b for b in self.buffers if b.start <= at < b.end and b.place == (space, name)]
         return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
 
     def check_belongs(self, placed: Placed) -> None:
@@ -163,7 +163,9 @@ def make_plan(
     arena_of = arenas if callable(arenas) else lambda name: arenas.get(name, "")
     all_storages = storage_lifetimes(placed, reuse=reuse, arena_of=arena_of)
     if not callable(arenas):
-        _check_known(arenas, all_storages, placed)
+        tensor_names = {placed.names[t] for s in all_storages for t in s.tensors}
+        if unknown := sorted(arenas.keys() - {s.name for s in all_storages} - tensor_names):
+            raise GraphError(f"arenas names {', '.join(unknown)}, which has no bytes in an arena")
     buffers: list[Buffer] = []
     arena_list: list[Arena] = []
     alignments = {b.space: b.alignment for b in placed.home.values()}
@@ -177,7 +179,7 @@ def make_plan(
         pool = 0 if arena_key[1] else pool_nbytes(placed.steps, arena_key[0])
         arena_list.append(Arena(arena_key[0], *bounds, *outside_nbytes, arena_key[1], pool))
         for s, offset in zip(arena_storages, offsets.tolist(), strict=True):
-            tensors = tuple(placed.names[t] for t in s.tensors)
+            tensors = tuple(map(placed.names.__getitem__, s.tensors))
             fields = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
             buffers.append(Buffer(*fields, s.arena))
     return Plan(placed.fingerprint, len(placed.steps), tuple(arena_list), tuple(buffers))
@@ -185,15 +187,10 @@ def make_plan(
 
 def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
     """Return the bytes that the kernels of these steps take of a space beside their workspaces."""
-    pooled_steps = [s for s in steps if s.backend.space == space and not s.is_host_copy]
-    backends = {s.backend for s in pooled_steps}
-    return sum(b.pool(s.op_call for s in pooled_steps if s.backend is b) for b in backends)
-
-
-def _check_known(arenas: Mapping[str, str], all_storages: list[Storage], placed: Placed) -> None:
-    tensor_names = {placed.names[t] for s in all_storages for t in s.tensors}
-    if unknown_names := sorted(arenas.keys() - {s.name for s in all_storages} - tensor_names):
-        raise GraphError(f"arenas names {', '.join(unknown_names)}, which has no bytes in an arena")
+    pooled = [s for s in steps if s.backend.space == space]
+    backends = {s.backend for s in pooled}
+    calls = ((b, (c for s in pooled if s.backend is b and (c := s.op_call))) for b in backends)
+    return sum(backend.pool(op_calls) for backend, op_calls in calls)
 
 
 def _outside_nbytes(placed: Placed, place: ArenaKey, alignment: int) -> tuple[int, int, int]:
@@ -201,5 +198,6 @@ def _outside_nbytes(placed: Placed, place: ArenaKey, alignment: int) -> tuple[in
     nbytes_by_kind = {"weight": 0, "state": 0, "constant": 0, "input": 0}
     for leaf in placed.graph.leaves:
         if (placed.home[leaf].space, "") == place:
-            nbytes_by_kind[str(leaf.kind)] += aligned(leaf.spec.nbytes, alignment)
+            nbytes = spec_nbytes(leaf.spec.shape, leaf.spec.dtype)
+            nbytes_by_kind[str(leaf.kind)] += -(-nbytes // alignment) * alignment
     return nbytes_by_kind["weight"], nbytes_by_kind["state"], nbytes_by_kind["constant"]

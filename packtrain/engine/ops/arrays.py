@@ -20,7 +20,7 @@ ABSENT_IDS = np.empty(0, np.int32)
 
 def rows(x):
     """Return x (..., C) as (N, C), without a copy."""
-    return x if x.ndim == 2 else as_matrix(x, x.ndim - 1)
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), math.prod(x.shape[-1:]))
 
 
 def as_matrix(x, num_row_axes):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packtrain.dtypes import Dtype, f32
-from packtrain.engine.tensor import Tensor
+from packtrain.engine.tensor import Tensor, spec_nbytes
 from packtrain.kernels.runtime.environment import supports_precision
 
 VECTOR_COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
@@ -61,7 +61,9 @@ def call_cost(call: Any, read: Collection[Tensor] = ()) -> Cost:
     op = call.op
     if op.cost_rule is None:
         return Cost(num_tasks=math.inf if traffic_nbytes(call, Cost()) > MIN_PARALLEL_NBYTES else 1)
-    outputs = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
+    outputs = call.results
+    if op.optional:
+        outputs = [t if i not in op.optional or t in read else None for i, t in enumerate(outputs)]
     is_multiple = len(outputs) > 1 or op.writes
     cost: Cost = op.cost_rule(outputs if is_multiple else outputs[0], *call.inputs, **call.attrs)
     return cost
@@ -71,22 +73,21 @@ def traffic_nbytes(call: Any, cost: Cost) -> float:
     """Return the bytes that a Call or KernelStep moves: those of its cost, else those that it reads and writes."""
     if cost.nbytes is not None:
         return cost.nbytes
-    return float(sum([t.spec.nbytes for t in (*call.results, *call.reads)]))
+    tensors = (*call.results, *call.reads)
+    return float(sum([spec_nbytes(t.spec.shape, t.spec.dtype) for t in tensors]))
 
 
 def multiplied(m: int, n: int, k: float) -> float:
     """Return the multiply-adds of an (m, n) product over k, with padding to tiles."""
-    return m * padded_columns(n) * (k + TILE_WRITE_STEPS * math.ceil(k / TILE_DEPTH))
-
-
-def padded_columns(n: int) -> int:
-    return -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
+    num_columns = -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
+    return m * num_columns * (k + TILE_WRITE_STEPS * math.ceil(k / TILE_DEPTH))
 
 
 def f32_product_cost(m: int, n: int, k: int, transposed: bool = False) -> Cost:
     """Cost of (m, k) @ (k, n) in f32; `transposed`: the left side is, as in the gradient of a weight."""
     # b is packed once, a for each block of columns
-    num_packed = float(k * (padded_columns(n) + m * math.ceil(n / BROAD)))
+    num_columns = -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
+    num_packed = float(k * (num_columns + m * math.ceil(n / BROAD)))
     num_packed = 0.0 if m <= MAX_DOT_ROWS and not transposed else num_packed
     work = {"multiply": multiplied(m, n, k), "pack": num_packed}
     return Cost(work, num_tasks=1 if m * n * k <= MIN_PARALLEL_WORK else math.inf)
@@ -106,9 +107,11 @@ def multiply_kind(precision: str) -> str:
 
 def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
     """Cost of multiplying m rows by w, of any type, in `num_products` products where w has leading axes."""
-    n, k = w.shape[-2:]
-    if w.dtype == f32:
-        num_products = num_products if len(w.shape) > 2 else 1
+    shape, dtype = w.spec.shape, w.spec.dtype
+    n, k = shape[-2:]
+    if dtype == f32 and len(shape) == 2:
+        return f32_product_cost(m, n, k)
+    if dtype == f32:
         product_cost = f32_product_cost(m // max(num_products, 1), n, k)
         work = {kind: num_products * amount for kind, amount in product_cost.work.items()}
         return replace(product_cost, work=work)
@@ -208,8 +211,9 @@ def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
     """Return a cost rule: `calls_per_value` functions such as exp per element of the first input."""
 
     def cost_rule(out: object, x: Tensor, *other_inputs: object, **attrs: object) -> Cost:
-        num_tasks = 1 if x.spec.size <= MIN_PARALLEL_VALUES else math.inf
-        return Cost({"exp": calls_per_value * x.spec.size}, num_tasks=num_tasks)
+        size = math.prod(x.spec.shape)
+        num_tasks = 1 if size <= MIN_PARALLEL_VALUES else math.inf
+        return Cost({"exp": calls_per_value * size}, num_tasks=num_tasks)
 
     return cost_rule
 

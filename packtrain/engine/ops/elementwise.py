@@ -32,7 +32,7 @@ def _broadcast_spec(a: Tensor, b: Tensor) -> Spec:
 
 
 def f32_only(x: Tensor) -> Spec:
-    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(x.spec.dtype == f32, "x is {}; it must be f32", x)
     return x.spec
 
 

@@ -15,9 +15,8 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 @op(acc=1)
 def sum_squares(x: Tensor, acc: Tensor | None = None) -> Spec:
     """y = sum of x**2 (+ acc): x (...) f32, acc and y () f32. For clipping by global norm."""
-    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    Spec(()).require(acc=acc)
-    return Spec(())
+    require(x.spec.dtype == f32, "x is {}; it must be f32", x)
+    return Spec(()).require(acc=acc)
 
 
 @sum_squares.vjp

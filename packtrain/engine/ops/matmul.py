@@ -38,22 +38,21 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16.
                bf16x3 takes them as sums of two bf16, and leaves out the least product; for CPUs with AMX
     """
-    arrays.check_precision(precision)
-    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    if precision != "f32":
+        arrays.check_precision(precision)
+    x_shape, w_shape = x.spec.shape, w.spec.shape
+    require(x.spec.dtype == f32, "x is {}; it must be f32", x)
     _check_readable(w)
-    x_shape, w_shape, x_text, w_text = x.shape, w.shape, str(x.spec), str(w.spec)
-    fact = f"x is {x_text} and w is {w_text}; w needs two axes, and x too where w has more"
-    require(len(w_shape) >= 2 and 1 <= len(x_shape) >= min(len(w_shape) - 1, 2), fact)
-    k, rows_k = x_shape[-1], w_shape[-1]
-    fact = f"last axis of x {x_text} ({k}) must equal last axis of w {w_text} ({rows_k})"
-    require(k == rows_k, fact)
-    return Spec((*_leading_shape(x, w), *x_shape[-2:-1], w_shape[-2])).require(acc=acc)
+    fact = "x is {} and w is {}; w needs two axes, and x too where w has more"
+    require(len(w_shape) >= 2 and 1 <= len(x_shape) >= min(len(w_shape) - 1, 2), fact, x, w)
+    fact = f"last axis of x {{}} ({x_shape[-1]}) must equal last axis of w {{}} ({w_shape[-1]})"
+    require(x_shape[-1] == w_shape[-1], fact, x, w)
+    leading_shape = x_shape[:-2] if len(w_shape) == 2 else _leading_shape(x, w)
+    return Spec((*leading_shape, *x_shape[-2:-1], w_shape[-2])).require(acc=acc)
 
 
 def _leading_shape(x: Tensor, w: Tensor) -> tuple[int, ...]:
-    """Return the axes of the result before rows and columns."""
-    if len(w.shape) == 2:
-        return x.shape[:-2]
+    """Return the axes of the result before rows and columns, where w has more than two axes."""
     try:
         return np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     except ValueError:
@@ -62,21 +61,21 @@ def _leading_shape(x: Tensor, w: Tensor) -> tuple[int, ...]:
 
 
 def _check_readable(w: Tensor) -> None:
-    is_valid = w.dtype == f32 or (w.dtype in READABLE and len(w.shape) == 2)
-    require(is_valid, f"w is {w.spec}; it must be f32, or a matrix of a type that can be read")
+    dtype = w.spec.dtype
+    if dtype != f32 and (dtype not in READABLE or len(w.spec.shape) != 2):
+        require(False, "w is {}; it must be f32, or a matrix of a type that can be read", w)
 
 
 @matmul.vjp
 def matmul_vjp(dy, y, x, w, acc, **attrs):
     # dw is written first: the saved x dies before dx is computed, which lowers the bound of plans with recomputation by
     # 2 to 13 %
-    if w.dtype not in TRAINABLE:
-        dw = None
-    elif len(w.shape) > 2:
+    dtype, dw = w.spec.dtype, None
+    if dtype in TRAINABLE and len(w.spec.shape) > 2:
         dw = sum_like(matmul(transpose(dy), transpose(x), **attrs), w)
-    else:
+    elif dtype in TRAINABLE:
         dw = out_prod(dy, x, **attrs)
-    is_f32 = w.dtype == f32
+    is_f32 = dtype == f32
     dx = sum_like(matmul(dy, transpose(w), **attrs), x) if is_f32 else matmul_back(dy, w, **attrs)
     return dx, dw, (None if acc is None else dy)
 
@@ -124,8 +123,9 @@ def _run_product(y, x, w, options, work):
 
 @matmul.workspace("cpu")
 def matmul_workspace(x, w, acc, precision):
-    has_few_rows = x.spec.size <= MAX_INTEGER_ROWS * w.shape[-1] and precision == "f32"
-    if not has_few_rows or w.dtype not in ROUNDABLE:
+    w_spec, num_values = w.spec, math.prod(x.spec.shape)
+    has_few_rows = num_values <= MAX_INTEGER_ROWS * w_spec.shape[-1] and precision == "f32"
+    if not has_few_rows or w_spec.dtype not in ROUNDABLE:
         return ()
     # without VNNI, products with signed codes are faster in f32
     is_faster = has_cpu_feature("avx512vnni") or not w.dtype.code["codes"].is_signed
@@ -134,7 +134,8 @@ def matmul_workspace(x, w, acc, precision):
 
 @matmul.cost
 def matmul_cost(y, x, w, acc, precision):
-    m, num_products = y.spec.size // max(w.shape[-2], 1), math.prod(y.shape[:-2])
+    y_shape = y.spec.shape
+    m, num_products = math.prod(y_shape) // max(w.spec.shape[-2], 1), math.prod(y_shape[:-2])
     return costs.at(precision, costs.weight_product_cost(m, w, num_products))
 
 
@@ -237,11 +238,15 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str 
     acc  (P, Q)     f32
     y    (P, Q)     f32
     """
-    arrays.check_precision(precision)
-    require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
-    fact = f"leading axes of a {a.spec} and b {b.spec} must be equal"
-    require(a.shape[:-1] == b.shape[:-1], fact)
-    return Spec((a.shape[-1], b.shape[-1])).require(acc=acc)
+    if precision != "f32":
+        arrays.check_precision(precision)
+    a_shape, b_shape = a.spec.shape, b.spec.shape
+    is_f32 = a.spec.dtype == f32 == b.spec.dtype
+    require(is_f32, "a is {} and b is {}; both must be f32", a, b)
+    fact = "leading axes of a {} and b {} must be equal"
+    require(a_shape[:-1] == b_shape[:-1], fact, a, b)
+    spec = Spec((a_shape[-1], b_shape[-1]))
+    return spec if acc is None else spec.require(acc=acc)
 
 
 @out_prod.vjp
@@ -270,7 +275,8 @@ def out_prod_torch(y, a, b, acc, precision):
 
 @out_prod.cost
 def out_prod_cost(y, a, b, acc, precision):
-    product_cost = costs.f32_product_cost(*y.shape, a.spec.size // a.shape[-1], transposed=True)
+    num_rows = math.prod(a.spec.shape[:-1])
+    product_cost = costs.f32_product_cost(*y.spec.shape, num_rows, transposed=True)
     return costs.at(precision, product_cost)
 
 

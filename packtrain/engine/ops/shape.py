@@ -37,15 +37,16 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 @op(view=True)
 def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     """View the elements in another shape, without a copy; raises if that needs a copy: use cont first. ggml_reshape."""
-    shape = tuple(int(n) for n in shape)
-    fact = f"x {x.spec} has {x.spec.size} elements, shape {shape} has a different number"
-    require(math.prod(shape) == x.spec.size and min(shape, default=0) >= 0, fact)
-    keeps_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
-    require(keeps_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
+    shape, (x_shape, dtype) = tuple(map(int, shape)), (x.spec.shape, x.spec.dtype)
+    size = math.prod(x_shape)
+    fact = f"x {{}} has {size} elements, shape {shape} has a different number"
+    require(math.prod(shape) == size and min(shape, default=0) >= 0, fact, x)
+    keeps_rows = dtype.block == 1 or shape[-1:] == x_shape[-1:]
+    require(keeps_rows, f"x {{}} is quantized, so its rows must stay {x_shape[-1:]} wide", x)
     strides = _strides_for(x, shape)
-    message = f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont"
-    require(strides is not None, message)
-    return View(shape, x.dtype, strides or ())
+    message = f"x {{}} with strides {x.strides} cannot become {shape} without a copy; use cont"
+    require(strides is not None, message, x)
+    return View(shape, dtype, strides or ())
 
 
 @reshape.vjp
@@ -56,11 +57,13 @@ def reshape_vjp(dy, y, x, *, shape):
 @op(view=True)
 def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
     """Put axes into another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
-    fact = f"axes {axes} are not a permutation of the {len(x.shape)} axes of x"
-    require(sorted(axes) == list(range(len(x.shape))), fact)
-    fact = f"x {x.spec} is quantized, so its rows stay last"
-    require(not x.dtype.quantized or axes[-1] == len(axes) - 1, fact)
-    return View(tuple(x.shape[i] for i in axes), x.dtype, tuple(x.strides[i] for i in axes))
+    shape, dtype = x.spec.shape, x.spec.dtype
+    fact = f"axes {axes} are not a permutation of the {len(shape)} axes of x"
+    require(sorted(axes) == list(range(len(shape))), fact)
+    keeps_rows = dtype.block == 1 or axes[-1] == len(axes) - 1
+    require(keeps_rows, "x {} is quantized, so its rows stay last", x)
+    strides = tuple(map(x.strides.__getitem__, axes))
+    return View(tuple(map(shape.__getitem__, axes)), dtype, strides)
 
 
 @permute.vjp
@@ -70,7 +73,7 @@ def permute_vjp(dy, y, x, *, axes):
 
 def transpose(x: Tensor) -> Tensor:
     """View x (..., M, N) as (..., N, M). ggml_transpose."""
-    n = len(x.shape)
+    n = len(x.spec.shape)
     return permute(x, axes=(*range(n - 2), n - 1, n - 2))
 
 

@@ -55,7 +55,8 @@ class AdamW(Optimizer):
             moments = opt_moments_adamw(g, m, v, step_inputs.hyper, step_inputs.gate)
             return self.step_along(w, moments, step_inputs)
         read = w, g, m, v, step_inputs.hyper, step_inputs.gate, step_inputs.key(w)
-        return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
+        use_decay = len(w.spec.shape) >= self.decay_axes
+        return opt_step_adamw(*read, decay=use_decay, stream=stream_of(w))
 
     def step_along(
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs

@@ -135,12 +135,8 @@ def update_graph(
         builder.squares.append(over_ranks.all_reduce(builder.squares[-1]))
     for w, g in full_sums:
         builder.measure(w, g)
-    extra_outputs, handles = builder.measured_update(
-        [
-            *local_sum_pairs,
-            *(full_sums if share is None else over_ranks.local_parts(full_sums, share)),
-        ]
-    )
+    local_full_sums = full_sums if share is None else over_ranks.local_parts(full_sums, share)
+    extra_outputs, handles = builder.measured_update([*local_sum_pairs, *local_full_sums])
     return Graph({"squares": named("squares", builder.squares[-1]), **extra_outputs}, handles)
 
 

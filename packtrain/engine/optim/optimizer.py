@@ -136,4 +136,4 @@ class Optimizer:
 
 def moment(kind: str, w: Tensor) -> Tensor:
     """Make an f32 state leaf `<kind>/<name>` in the shape of a weight, saved in checkpoints."""
-    return state(f"{kind}/{w.name}", w.shape, role="moment")
+    return state(f"{kind}/{w.name}", w.spec.shape, role="moment")

@@ -15,11 +15,13 @@ from packtrain.kernels.rowwise.counter_rng import uniform_numpy
 
 def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
     """Require w to be f32, or bf16 with a key for its rounding, and its gradient and moments to be f32."""
-    specs = ", ".join(str(t.spec) for t in tensors)
-    fact = f"w is {w.spec} with {specs}; these must be f32{[*w.shape]}, and w f32 or bf16"
-    require(w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in tensors), fact)
-    fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
-    require(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
+    specs, dtype, shape = [t.spec for t in tensors], w.spec.dtype, w.spec.shape
+    is_trainable = dtype in TRAINABLE and specs.count(Spec(shape)) == len(specs)
+    texts = ", ".join(["{}"] * len(specs))
+    fact = f"w is {{}} with {texts}; these must be f32{[*shape]}, and w f32 or bf16"
+    require(is_trainable, fact, w, *tensors)
+    fits = key is None if dtype == f32 else key is not None and key.spec == Spec((2,), i64)
+    require(fits, "w is {}, key {}; a key, i64[2], is only for bf16", w, key)
 
 
 def write(w, values, key, stream):

@@ -32,6 +32,7 @@ STACK, STEP = 16 << 20, 2 << 10  # bytes of the thread's stack: at least, and fo
 LOADING, COMPILING = 0.5, 15.0
 LOOK = 0.02  # seconds between two looks at the clock
 SOLVED, STOPPED = 1, 2  # 0: no solution exists
+NO_END = float("inf")
 
 
 class SearchClock:
@@ -39,11 +40,11 @@ class SearchClock:
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
-        self.end_seconds = float("inf") if seconds is None else now() + seconds
+        self.end_seconds = NO_END if seconds is None else now() + seconds
 
     @property
     def is_limited(self) -> bool:
-        return self.end_seconds < float("inf")
+        return self.end_seconds < NO_END
 
     @property
     def left(self) -> float:

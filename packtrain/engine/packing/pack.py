@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from packtrain import kernels
 from packtrain.engine.packing import exact
-from packtrain.engine.packing.exact import SearchClock
+from packtrain.engine.packing.exact import NO_END, SearchClock
 
 Ints = npt.NDArray[np.int64]
 Packer = Callable[[Ints, Ints, Ints, Ints, SearchClock], Ints | None]
@@ -195,7 +195,7 @@ def first_fit(
     spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
     for n, i in enumerate(order):
-        if clock.is_over:
+        if clock.end_seconds < NO_END and clock.is_over:
             return None
         (span_starts, span_ends), (bottom, top) = spans[:, :n], extents[:, :n]
         overlapping = np.flatnonzero((span_starts < end[i]) & (span_ends > start[i]))
@@ -220,7 +220,7 @@ def skyline(
     rank[order] = np.arange(n)
     offsets, key = np.zeros(n, np.int64), rank.copy()  # key: how low it can lie, then rank
     for _ in range(n):
-        if clock.is_over:
+        if clock.end_seconds < NO_END and clock.is_over:
             return None
         i = int(key.argmin())
         offsets[i] = key[i] // n

@@ -37,9 +37,8 @@ class _GuidanceTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         count = tokenizer.vocab_size
         self.tokens = [tokenizer.piece(id) for id in range(count)]
-        special = {
-            id for id in range(count) if tokenizer.token_types[id] in (CONTROL, UNKNOWN, UNUSED)
-        }
+        types = tokenizer.token_types
+        special = {id for id in range(count) if types[id] in (CONTROL, UNKNOWN, UNUSED)}
         self.eos_ids = sorted(tokenizer.eog_ids)
         if not self.eos_ids:  # llguidance wants one
             self.eos_ids = [count]

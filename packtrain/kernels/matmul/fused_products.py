@@ -22,8 +22,8 @@ JOINABLE_PRODUCTS = {
 
 def join_calls(kernel_calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[None]]]:
     """Yield the first, the end, and the joined call of each run of calls that one call can replace."""
-    call_indices = range(len(kernel_calls))
-    for join_key, index_group in groupby(call_indices, lambda at: _join_key(kernel_calls[at])):
+    join_keys = [_join_key(call) for call in kernel_calls]
+    for join_key, index_group in groupby(range(len(join_keys)), join_keys.__getitem__):
         first_index, *later_indices = index_group
         if join_key is not None and later_indices:
             end_index = first_index + 1 + len(later_indices)

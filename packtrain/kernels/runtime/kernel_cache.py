@@ -63,15 +63,13 @@ def module_imports() -> dict[str, frozenset[str]]:
     paths = {
         path: name for name in module_files() for path in (f"{PACKAGE}.{name}", import_path(name))
     }
-    return {
-        name: frozenset(
-            paths[path]
-            for module, words in IMPORT_PATTERN.findall(file.read_text(encoding="utf-8"))
-            for path in (module, *(f"{module}.{word}" for word in re.findall(r"\w+", words)))
-            if path in paths
-        )
-        for name, file in module_files().items()
-    }
+    imports = dict[str, frozenset[str]]()
+    for name, file in module_files().items():
+        imported_paths = set[str]()
+        for module, words in IMPORT_PATTERN.findall(file.read_text(encoding="utf-8")):
+            imported_paths |= {module, *map(f"{module}.".__add__, re.findall(r"\w+", words))}
+        imports[name] = frozenset(map(paths.__getitem__, imported_paths & paths.keys()))
+    return imports
 
 
 @cache
@@ -212,9 +210,11 @@ def target_folder() -> Path:
 
 def complete(name: str) -> Path | None:
     """Return the folder with a module's complete compiled code, or None."""
-    module_folders = (root / folder_name(name) for root in cache_roots())
-    trusted_folders = (folder for folder in module_folders if folder not in distrusted_folders)
-    return next((f for f in trusted_folders if os.path.exists(f"{f}/{CHECKSUM_FILE}")), None)
+    for root in cache_roots():
+        folder = root / folder_name(name)
+        if folder not in distrusted_folders and os.path.exists(f"{folder}/{CHECKSUM_FILE}"):
+            return folder
+    return None
 
 
 def distrust(folder: Path) -> None:
@@ -232,7 +232,7 @@ def module_folder(name: str) -> Path:
 
 def missing_modules(names: Collection[str]) -> list[str]:
     """Return those of these modules, and of the modules that they need, that are not compiled."""
-    all_required = frozenset[str]().union(*(needed(module_name) for module_name in names))
+    all_required = frozenset[str]().union(*map(needed, names))
     missing_names = [name for name in all_required if complete(name) is None]
     return [name for name in kernel_modules() if name in missing_names] if missing_names else []
 

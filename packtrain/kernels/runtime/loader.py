@@ -107,6 +107,7 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
     missing_names = kernel_cache.missing_modules(names)
     if not missing_names:
         kernel_cache.save_fingerprints()
+        complete_modules.update(*map(kernel_cache.needed, names if HAS_THREAD_POOL else ()))
         return 0
     if limit is None and memory_budget is not None:
         limit, used = memory_budget, private_nbytes()
@@ -299,6 +300,8 @@ def compile_into(cache_folder: str) -> None:
 
 def load(name: str) -> Any:
     """Return a kernel module, after loading those that it needs; a module in the cache loads without numba."""
+    if (module := loaded_modules.get(name)) is not None:
+        return module
     with load_lock, gc_paused():
         return loaded_modules.get(name) or _loaded(name)
 
@@ -314,7 +317,7 @@ def _loaded(name: str) -> Any:
             return with_numba(name)
         complete_modules.update(kernel_cache.needed(name))
     environment.limit_blas()
-    for required_name in sorted(kernel_cache.needed(name) - {name}):
+    for required_name in sorted(kernel_cache.needed(name) - {name} - loaded_modules.keys()):
         load(required_name)
     cached_module = _from_cache(name)
     if cached_module is None:

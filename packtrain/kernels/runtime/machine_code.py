@@ -111,7 +111,7 @@ def arg_type_of(kind: Any) -> ArrayArgType | str | None:
 
 def has_entry(arg_types: Sequence[Any]) -> bool:
     """Return whether a kernel has an entry: it takes arrays, and otherwise only numbers."""
-    return None not in arg_types and any(isinstance(kind, ArrayArgType) for kind in arg_types)
+    return None not in arg_types and ArrayArgType in map(type, arg_types)
 
 
 def entry_code(compiled: Sequence[Any]) -> bytes:

@@ -119,9 +119,7 @@ def with_tensors(
     flag that config.json sets (`true_flags` if it says nothing)."""
 
     def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-        flagged = (
-            n for flag, n in names_by_flag.items() if hf_config.flag(flag, flag in true_flags)
-        )
+        flagged = (n for key, n in names_by_flag.items() if hf_config.flag(key, key in true_flags))
         return (*names, *chain(*flagged))
 
     return optional_tensors

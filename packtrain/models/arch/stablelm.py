@@ -21,9 +21,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     is_parallel = hf_config.flag("use_parallel_residual")
-    optional_names = [
-        name for name in arch.NORM_BIASES if name != "ffn_norm.bias" or not is_parallel
-    ]
+    optional_names = [n for n in arch.NORM_BIASES if n != "ffn_norm.bias" or not is_parallel]
     optional_names += [] if is_parallel else ["ffn_norm.weight"]
     optional_names += arch.BIASES if hf_config.flag("use_qkv_bias") else ()
     return (*optional_names, *(arch.QK_NORMS if hf_config.flag("qk_layernorm") else ()))

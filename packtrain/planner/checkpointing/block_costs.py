@@ -219,7 +219,8 @@ class BlockCosts:
             if not 0 < i < len(inner) - 1:
                 continue
             first_step, last = step_ranges[i]
-            recomputed = [s.call for s in placed.steps[first_step : last + 1] if s.is_recompute]
+            steps = [s for s in placed.steps[first_step : last + 1] if s.op is s.call.op]
+            recomputed = [s.call for s in steps if s.call.phase == "recomputed"]
             later_nbytes = self.head_reserve + (len(inner) - 1 - i) * self.reserve
             work = max(live_curve.max_nbytes(first_step, last) - other_nbytes - later_nbytes, 0)
             seconds = sum(map(self.seconds, recomputed)) + self.offload_seconds(strategy)

@@ -90,8 +90,9 @@ def split_calls(stream: Sequence[Tensor]) -> list[list[Call]]:
 def _shared_values(split: Sequence[Sequence[Call]]) -> set[Tensor]:
     """Return values of a block that later blocks read, such as keys, and the stream."""
     home = {t: at for at, calls in enumerate(split) for call in calls for t in call.results}
-    reads = ((at, t.base) for at, calls in enumerate(split) for call in calls for t in call.reads)
-    return {t for part_index, t in reads if home.get(t, part_index) != part_index}
+    reads = [(at, t) for at, calls in enumerate(split) for call in calls for t in call.reads]
+    bases = [(at, t.shared or t) for at, t in reads]
+    return {t for part_index, t in bases if home.get(t, part_index) != part_index}
 
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:

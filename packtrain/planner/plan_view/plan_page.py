@@ -54,13 +54,13 @@ def script_safe(text: str) -> str:
 def _script_data(scene: PlanScene) -> dict[str, Any]:
     """Return the data for the script: a column for each field of a buffer."""
     buffers = scene.buffers
-    op_indices = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
+    op_indices = {op: k for k, op in enumerate(dict.fromkeys([b.op for b in buffers]))}
     arena = scene.arena
     return {
         "start": [b.start for b in buffers], "end": [b.end for b in buffers], "offset": [b.offset for b in buffers],
         "nbytes": [b.nbytes for b in buffers], "category": [scenes.CATEGORIES.index(b.category) for b in buffers],
         "op": [op_indices[b.op] for b in buffers], "name": [printable_text(b.name) for b in buffers],
-        "later": {k: later_tensors for k, b in enumerate(buffers) if (later_tensors := _later(b))},
+        "later": {k: names for k, b in enumerate(buffers) if len(b.tensors) > 1 and (names := _later(b))},
         "ops": [printable_text(op) for op in op_indices],
         "categories": [[category, COLORS[category]] for category in scenes.CATEGORIES], "dashes": scenes.DASHES,
         "levels": [[level.line_kind, level.nbytes] for level in scene.levels], "samples": scene.samples,

@@ -74,12 +74,12 @@ class PlanScene:
 
     @cached_property
     def buffers(self) -> list[Buffer]:
-        return [b for b in self.plan.buffers if b.place == (self.space, "")]
+        return [b for b in self.plan.buffers if b.space == self.space and not b.arena]
 
     @cached_property
     def last(self) -> int:
         """Length of the time axis in steps; outputs live one step longer than the graph."""
-        return max((b.end for b in self.buffers), default=1)
+        return max([b.end for b in self.buffers], default=1)
 
     @cached_property
     def live_nbytes(self) -> np.ndarray:

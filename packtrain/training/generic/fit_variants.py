@@ -16,7 +16,7 @@ from packtrain.engine.optim import Optimizer, accumulation_graph, training_graph
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import Call, GraphError, Spec, Tensor
 from packtrain.planner import training_plans
-from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, Name
+from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, Name, lasting
 from packtrain.training.generic.fit_model import Model
 
 Build = Callable[[int], "Model | Tensor"]
@@ -51,9 +51,7 @@ class StepVariant:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """Weights and states, as leaves of the graphs, by name."""
-        return {
-            n: leaf for p in self.placed.values() for n, leaf in training_plans.lasting(p).items()
-        }
+        return {n: leaf for p in self.placed.values() for n, leaf in lasting(p).items()}
 
     @property
     def inputs(self) -> dict[str, Spec]:

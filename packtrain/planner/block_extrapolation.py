@@ -82,10 +82,12 @@ def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> B
     first, types = passed_over(config, base), dict(base.types)
     trained_kinds = frozenset[str]().union(*_trained(config, base))
     source_blocks, matching_types, frozen = _source_blocks(config, short, first, below), [], []
-    for name, leaf in transformer.weights(replace(short, lora=None)).items():
+    short_leaves = transformer.weights(replace(short, lora=None))
+    trained_names = base.trained_names(config, short_leaves)
+    for name in short_leaves:
         at, tensor_kind = _block_and_kind(name)
         if at is None:
-            source_name, is_trained = name, base.trains(config, leaf)
+            source_name, is_trained = name, name in trained_names
         else:
             source_name = f"blk.{source_blocks[at]}.{tensor_kind}"
             is_trained = at >= below and (tensor_kind in trained_kinds or not trained_kinds)
@@ -122,9 +124,10 @@ def _dense(config: Config, first_block: int) -> int:
 def _trained(config: Config, base: BaseModel | None) -> tuple[TensorKinds, ...]:
     """Return the names of the trained tensors of each block."""
     block_kinds: list[set[str]] = [set() for _ in range(config.block_count)]
-    for name, leaf in transformer.weights(config).items():
+    leaves = transformer.weights(config)
+    for name in leaves if base is None else base.trained_names(config, leaves):
         block_index, tensor_kind = _block_and_kind(name)
-        if block_index is not None and (base is None or base.trains(config, leaf)):
+        if block_index is not None:
             block_kinds[block_index].add(tensor_kind)
     return tuple(map(frozenset, block_kinds))
 

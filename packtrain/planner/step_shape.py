@@ -54,10 +54,6 @@ class BaseModel:
             names = [name for name in names if not fnmatchcase(name, pattern)]
         return dict.fromkeys(names)
 
-    def trains(self, config: Config, leaf: Tensor) -> bool:
-        """Whether a weight of the model is trained."""
-        return bool(self.trained_names(config, {leaf.label: leaf}))
-
 
 @dataclass(frozen=True, slots=True)
 class StepShape:

@@ -161,6 +161,11 @@ def copy_acc(y, acc):
     return is_in_place
 
 
+def replay_after_copy(call, y, acc, is_in_place):
+    """Return the bound call for later runs, which first copies acc to y unless they share their bytes."""
+    return call if is_in_place else lambda: np.copyto(y, acc) or call()
+
+
 def copy_acc_or_zero(y, acc):
     """Copy acc to y, unless they share their bytes; without acc, fill y with zeros. For NumPy and PyTorch."""
     if acc is None:

@@ -92,7 +92,7 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
     is_in_place = arrays.copy_acc(y, acc)
     if w.ndim == 2:
         call = _run_product(rows(y), rows(x), w, options, work)
-        return call if is_in_place else None
+        return arrays.replay_after_copy(call, y, acc, is_in_place)
     leading_shape = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading_shape, *t.shape[-2:])) for t in (x, w))
     for index in np.ndindex(leading_shape):
@@ -265,7 +265,7 @@ def out_prod_cpu(y, a, b, acc, precision):
     is_in_place = arrays.copy_acc(y, acc)
     options = acc is not None, num_bf16_terms(precision)
     call = run_replayable(kernels.matmul_f32.product, y, rows(a).T, rows(b), *options)
-    return call if is_in_place else None
+    return arrays.replay_after_copy(call, y, acc, is_in_place)
 
 
 @out_prod.kernel("torch")

@@ -98,7 +98,7 @@ def matmul_rounded_cpu(y, x, w, acc, *, work):
         call = arrays.run_replayable(kernels.rounded.product_of_many, *args, work[0])
     else:
         call = arrays.run_replayable(kernels.rounded.product, *args, 1, work[0])
-    return call if is_in_place else None
+    return arrays.replay_after_copy(call, y, acc, is_in_place)
 
 
 matmul_rounded.cost(lambda y, x, w, acc: costs.weight_product_cost(x.spec.size // x.shape[-1], w))

@@ -107,10 +107,10 @@ class Session:
             plan.check_belongs(graph)
             if excess_text := plan.beyond(self.limits):
                 raise DoesNotFit(excess_text)
+            for name in sorted(self.shared.keys() & graph.graph.written):
+                self._writable_leaf(name)  # raises
             print_stages(graph, plan)
         self._allocate(placed.values())
-        for name in self.shared.keys() & {n for p in placed.values() for n in p.graph.written}:
-            self._writable_leaf(name)  # raises
         self._grow_arenas(bound.values())
         reserve(placed.values(), self._arenas)
         return {name: Executor(self, *graph) for name, graph in bound.items()}

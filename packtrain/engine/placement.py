@@ -154,8 +154,9 @@ class _PlacementBuilder:
                 self.barriers += range(step_start + 1, end + 1) if len(group) == 1 else [end]
 
     def _add_call(self, call: Call) -> None:
-        backend = self.backends[0]
-        kernel = None if self.has_many_backends else backend.kernel(call.op, call.inputs)
+        backend, kernel = self.backends[0], None
+        if not (self.has_many_backends or self.fallback_ops):
+            kernel = backend.kernel(call.op, call.inputs)
         if kernel is None:
             backend, kernel = self._choose_backend(call)
         for result in call.results:

@@ -2,10 +2,12 @@
 
 Counted are the types of packtrain that the local variables of its functions have while a kernel of a step runs, and
 those of their attributes, which a reader must know to follow them; but not what Events and a Watch write with.
+A step of a graph costs few Python calls until it runs, and `benchmarks.calls` counts those of a whole command.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,11 +15,19 @@ from typing import Any
 import packtrain as pt
 from packtrain.cli.main import main
 from packtrain.common.events import Events
-from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.dtypes import f32
+from packtrain.engine.optim.adamw import AdamW, opt_step_adamw
 from packtrain.engine.tensor import Kernel
+from packtrain.models import transformer
+from packtrain.models.lora import Lora
+from packtrain.planner.step_shape import BaseModel, StepShape
+from packtrain.planner.training_plans import TrainingPlans, make_plans
 from packtrain.training.monitoring import RunMonitor
+from tests.models import CONFIG
 
 MAX_CLASSES = 20
+# Python calls for each step of a LoRA graph: 34 to build, place and plan it and 7 to bind it, once 97 and 40
+MAX_PLANNING_CALLS, MAX_BINDING_CALLS = 40, 9
 
 
 def is_packtrain_object(value: Any) -> bool:
@@ -72,3 +82,34 @@ def test_a_step_passes_few_types(tmp_path: Path, monkeypatch) -> None:
     size_flags = "--dim 32 --layers 1 --heads 2 --ctx 16 --vocab-size 300 --batch-size 2"
     assert main(["train", *io_flags, *size_flags.split()]) == 0
     assert 10 < len(seen) < MAX_CLASSES, sorted(cls.__qualname__ for cls in seen)
+
+
+def count_calls(run: Callable[[], object]) -> int:
+    """The Python frames in packtrain's files that begin or continue during a run."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and "/packtrain/" in frame.f_code.co_filename
+
+    profiler = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(profiler)
+    return num_calls
+
+
+def test_a_step_of_a_graph_costs_few_python_calls_before_it_runs() -> None:
+    config = replace(CONFIG, lora=Lora((("blk.*", 4),), 0, 4.0))
+    base = BaseModel(tuple((name, f32) for name in transformer.weights(CONFIG)))
+    shape = StepShape(config, 2, 16, base=base, evaluate=False)
+    plans = list[TrainingPlans]()
+    planning_calls = count_calls(lambda: plans.append(make_plans(shape, AdamW())))
+    placed_graphs, session = plans[0].placed_graphs, pt.Session()
+    num_steps = len(placed_graphs["step"].steps)
+    binding_calls = count_calls(lambda: session.executors(placed_graphs, plans[0].plans))
+    assert num_steps > 100
+    assert planning_calls < MAX_PLANNING_CALLS * num_steps, planning_calls / num_steps
+    assert binding_calls < MAX_BINDING_CALLS * num_steps, binding_calls / num_steps

@@ -52,8 +52,7 @@ def plan() -> None:
     total = request.peak_nbytes(plans) + plans.mapped_nbytes
     print(
         f"8B in Q4_K, rank 8, 1 × 2,048 tokens: {total / GIB:.2f} GiB with its base of {plans.mapped_nbytes / GIB:.2f}"
-        f" GiB; arena {plans.largest_plan.arena().nbytes / GIB:.2f} GiB, expected"
-        f" {plans.step_seconds(request.rates):.0f} s a step"
+        f" GiB; arena {plans.arena_nbytes / GIB:.2f} GiB, expected {plans.step_seconds(request.rates):.0f} s a step"
     )
 
 

@@ -214,7 +214,7 @@ def test_a_plan_holds_few_stored_matrices_at_a_time(folder):
     def arena(lora: Lora) -> int:
         config = replace(model.config, lora=lora)
         shape = StepShape(config, 1, 16, evaluate=False, base=base)
-        return make_plans(shape, AdamW()).largest_plan.arena().nbytes
+        return make_plans(shape, AdamW()).arena_nbytes
 
     largest = max(e.nbytes for n, e in model.gguf.entries.items() if n.startswith("blk."))
     assert arena(replace(lora, aware=True)) <= arena(lora) + 2 * largest

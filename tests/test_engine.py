@@ -96,8 +96,8 @@ def test_a_plan_counts_every_leaf_once_and_one_arena():
     plans = make_plans(StepShape(CONFIG, 2, TIME, 3), AdamW())
     leaves = [leaf.spec for leaf in transformer.weights(CONFIG).values()]
     parameters = sum(spec.nbytes for spec in leaves)
-    assert plans.role_nbytes("weight") == parameters == plans.role_nbytes("sum")
-    assert plans.role_nbytes("moment") == 2 * parameters
+    assert plans.weight_nbytes == parameters == plans.gradient_nbytes
+    assert plans.state_nbytes == 2 * parameters
     assert plans.arena_nbytes == max(p.arena().nbytes for p in plans.plans.values())
     leaf_nbytes = 4 * sum(aligned(spec.nbytes, cpu.alignment) for spec in leaves)
     assert plans.nbytes == leaf_nbytes + plans.arena_nbytes + plans.loop_nbytes

@@ -344,10 +344,8 @@ def test_a_start_that_is_known_is_not_evaluated_again(micros: int) -> None:
 def test_its_state_is_counted_saved_and_enough_to_go_on() -> None:
     trained, micro = lbfgs_engine_of(history=4)
     adamw_plans = make_plans(StepShape(CONFIG, 4, 16), AdamW())
-    assert trained.plans.role_nbytes("moment") == 4 * adamw_plans.role_nbytes("moment")
-    assert trained.plans.role_nbytes("sum") == 2 * adamw_plans.role_nbytes(
-        "weight"
-    )  # sums, and the direction
+    assert trained.plans.state_nbytes == 4 * adamw_plans.state_nbytes
+    assert trained.plans.gradient_nbytes == 2 * adamw_plans.weight_nbytes  # sums, and the direction
     for t in range(1, 8):
         trained.step(micro, t, 1.0)
     resumed, _ = lbfgs_engine_of(history=4)

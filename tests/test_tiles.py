@@ -48,7 +48,7 @@ def test_a_tile_needs_a_share_of_the_memory():
     """Of the inner values; residual stream, keys and values are those of all rows."""
     shape = replace(LONG, seq_len=2048, keep=uniform_choice(LONG.config.block_count, ()))
     untiled, *tiled = (
-        make_plans(replace(shape, num_row_tiles=count), AdamW()).largest_plan.arena().nbytes
+        make_plans(replace(shape, num_row_tiles=count), AdamW()).arena_nbytes
         for count in (1, 8, 32)
     )
     assert untiled > tiled[0] > tiled[1]

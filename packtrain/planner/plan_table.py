@@ -28,9 +28,8 @@ def plan_data(
     arena = plans.largest_plan.arena(plans.target.space)
     total_nbytes = plans.total_nbytes
     plan_record: dict[str, Any] = {
-        "weights_bytes": plans.role_nbytes("weight", "table"), "mapped_bytes": plans.mapped_nbytes,
-        "state_bytes": plans.role_nbytes("moment", "cache"), "gradient_bytes": plans.role_nbytes("sum"),
-        "arena_bytes": arena.nbytes, "lower_bound_bytes": arena.lower_bound,
+        "weights_bytes": plans.weight_nbytes, "mapped_bytes": plans.mapped_nbytes, "state_bytes": plans.state_nbytes,
+        "gradient_bytes": plans.gradient_nbytes, "arena_bytes": arena.nbytes, "lower_bound_bytes": arena.lower_bound,
         "loop_bytes": plans.loop_nbytes, "baseline_bytes": plans.baseline_nbytes, "total_bytes": total_nbytes,
         "minimum_bytes": min_budget, "budget_bytes": budget_nbytes,
         "fits": budget_nbytes is None or total_nbytes <= budget_nbytes, "seconds_per_step": seconds,

@@ -134,6 +134,24 @@ class TrainingPlans:
         groups = [n for (at, role), n in self.leaf_sizes.items() if at == space and role != MAPPED]
         return sum([-(-nbytes // alignment) * alignment for sizes in groups for nbytes in sizes])
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the optimizer's moments and of the KV cache for samples."""
+        return self.role_nbytes("moment", "cache")
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of gradient sums over micro-batches; gradients of a single micro-batch live in the arena."""
+        return self.role_nbytes("sum")
+
+    @property
+    def weight_nbytes(self) -> int:
+        return self.role_nbytes("weight", "table")
+
+    @property
+    def arena_nbytes(self) -> int:
+        return self.largest_plan.arena(self.target.space).nbytes
+
     @cached_property
     def calls(self) -> int:
         """Number of calls of all graphs together."""

@@ -106,10 +106,6 @@ class TrainingPlans:
         return {n: t for n, t in self.resident_leaves.items() if t.role not in ("sum", "cache")}
 
     @property
-    def mapped_nbytes(self) -> int:
-        return self.role_nbytes(MAPPED)
-
-    @property
     def largest_plan(self) -> Plan:
         """The plan of the largest arena, which all plans share."""
         return self.largest_plan_in(self.target.space)
@@ -134,23 +130,12 @@ class TrainingPlans:
         groups = [n for (at, role), n in self.leaf_sizes.items() if at == space and role != MAPPED]
         return sum([-(-nbytes // alignment) * alignment for sizes in groups for nbytes in sizes])
 
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of the optimizer's moments and of the KV cache for samples."""
-        return self.role_nbytes("moment", "cache")
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """Bytes of gradient sums over micro-batches; gradients of a single micro-batch live in the arena."""
-        return self.role_nbytes("sum")
-
-    @property
-    def weight_nbytes(self) -> int:
-        return self.role_nbytes("weight", "table")
-
-    @property
-    def arena_nbytes(self) -> int:
-        return self.largest_plan.arena(self.target.space).nbytes
+    # moments and caches; sums of gradients over micro-batches, as those of one micro-batch live in the arena
+    state_nbytes = property(lambda self: self.role_nbytes("moment", "cache"))
+    gradient_nbytes = property(lambda self: self.role_nbytes("sum"))
+    weight_nbytes = property(lambda self: self.role_nbytes("weight", "table"))
+    mapped_nbytes = property(lambda self: self.role_nbytes(MAPPED))
+    arena_nbytes = property(lambda self: self.largest_plan.arena(self.target.space).nbytes)
 
     @cached_property
     def calls(self) -> int:

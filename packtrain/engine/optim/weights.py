@@ -17,9 +17,8 @@ def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
     """Require w to be f32, or bf16 with a key for its rounding, and its gradient and moments to be f32."""
     specs, dtype, shape = [t.spec for t in tensors], w.spec.dtype, w.spec.shape
     is_trainable = dtype in TRAINABLE and specs.count(Spec(shape)) == len(specs)
-    texts = ", ".join(["{}"] * len(specs))
-    fact = f"w is {{}} with {texts}; these must be f32{[*shape]}, and w f32 or bf16"
-    require(is_trainable, fact, w, *tensors)
+    texts = f"{', '.join(['{}'] * len(specs))}; these must be f32{[*shape]}, and w f32 or bf16"
+    require(is_trainable, f"w is {{}} with {texts}", w, *tensors)
     fits = key is None if dtype == f32 else key is not None and key.spec == Spec((2,), i64)
     require(fits, "w is {}, key {}; a key, i64[2], is only for bf16", w, key)
 

@@ -309,6 +309,7 @@ def test_a_byte_level_vocabulary(tmp_path: Path) -> None:
 def test_a_turn_of_a_glm_ends_where_the_users_begins(kind: str, tmp_path: Path) -> None:
     """No file of the checkpoint says so: llama.cpp's converter knows it."""
     folder = with_bpe(tmp_path / "model", kind)
+    change_config(eos_token_id=262)(folder)
     fast = json.loads((folder / "tokenizer.json").read_text())
     fast["added_tokens"] += [
         hugging_face.added(264 + i, text)
@@ -321,6 +322,37 @@ def test_a_turn_of_a_glm_ends_where_the_users_begins(kind: str, tmp_path: Path) 
     assert {262, 264, 266} <= tokenizer.eog_ids and (265 in tokenizer.eog_ids) == (
         kind == "glm4moe"
     )
+
+
+def test_an_end_of_a_glm_that_finds_no_key_is_said(tmp_path: Path) -> None:
+    """GLM-4.5 has both keys already: one is where the user's turn begins, one where an observation does."""
+    folder = with_bpe(tmp_path / "model", "glm4moe")
+    change_config(eos_token_id=262)(folder)
+    fast = json.loads((folder / "tokenizer.json").read_text())
+    fast["added_tokens"] += [
+        hugging_face.added(264 + i, text) for i, text in enumerate(("<|user|>", "<|observation|>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(fast))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [262, 264, 265, 100]}')
+    notes: list[str] = []
+    convert(folder, tmp_path / "model.gguf", report=notes.append)
+    metadata = GGUF(tmp_path / "model.gguf").metadata
+    assert metadata["tokenizer.ggml.eom_token_id"] == 265
+    assert [note for note in notes if "answers do not end at [100] of eos_token_id" in note]
+
+
+def test_user_defined_pieces_are_found_whole(tmp_path: Path) -> None:
+    """A tokenizer.model says which they are, as sentencepiece reads it; llama.cpp's converter takes them for words."""
+    write_checkpoint(tmp_path / "model")
+    raw = sentencepiece_model(symbols=("[tool]",))
+    (tmp_path / "model/tokenizer.model").write_bytes(raw)
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    model = sentencepiece.SentencePieceProcessor(model_proto=raw)
+    tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
+    id = model.piece_to_id("[tool]")
+    assert tokenizer.token_types[id] == USER_DEFINED
+    assert tokenizer.encode("bal[tool]", bos=False) == model.encode("bal[tool]")
+    assert tokenizer.encode("bal[tool]", bos=False)[-1] == id
 
 
 def test_an_end_of_documents_is_not_that_of_turns(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def vocabulary_metadata(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
-    metadata = _extra_ends(checkpoint, tokenizer, notes) | metadata
+    metadata |= _extra_ends(checkpoint, tokenizer, raw, notes)
     joins_spaces = model is not None and not model.unigram and model.joins_spaces
     if table.about.get("split_special_tokens"):
         notes.append(
@@ -298,18 +298,18 @@ def _special_ids(
 
 
 def _extra_ends(
-    checkpoint: CheckpointFolder, tokenizer: Tokenizer, notes: list[str]
-) -> dict[str, MetadataValue]:
+    checkpoint: CheckpointFolder, tokenizer: Tokenizer, metadata: Mapping[str, Any], notes: list[str]
+) -> dict[str, MetadataValue]:  # fmt: skip
     """Return metadata of up to two end-of-answer ids of the checkpoint that readers of a GGUF would not know."""
     configs = checkpoint.config.json_values, _optional(checkpoint.folder / "generation_config.json")
     end_lists = (x if isinstance(x := c.get("eos_token_id"), list) else [x] for c in configs)
     ids = [i for i in chain(*end_lists) if type(i) is int and 0 <= i < tokenizer.vocab_size]
     other_ids = [id for id in dict.fromkeys(ids) if id not in tokenizer.eog_ids]
-    names = ("eom", "eot") if tokenizer.eot is None else ("eom",)
-    if lost_ids := other_ids[len(names) :]:
+    is_free = {"eom": f"{KEYS}eom_token_id" not in metadata, "eot": tokenizer.eot is None}
+    free_keys = [f"{KEYS}{name}_token_id" for name in is_free if is_free[name]]
+    if lost_ids := other_ids[len(free_keys) :]:
         notes.append(f"answers do not end at {lost_ids} of eos_token_id: no key of a GGUF has room")
-    pairs = zip(names, other_ids, strict=False)
-    return {f"{KEYS}{n}_token_id": MetadataValue("u32", i) for n, i in pairs}
+    return dict(zip(free_keys, (MetadataValue("u32", id) for id in other_ids), strict=False))
 
 
 def _bos_eos_flags(

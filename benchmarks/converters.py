@@ -6,7 +6,7 @@
 FOLDER is llama.cpp's source, with convert_hf_to_gguf.py. Each small model of benchmarks.convert, and an InternLM 2,
 which transformers does not have, is saved with a SentencePiece model and with a byte-level vocabulary, and both
 converters read the folder. Names, shapes, types and bytes of tensors and all keys must be equal, or stand with their
-reason in WHY.
+reason in DIFFERENCE_REASONS.
 """
 
 import argparse
@@ -58,6 +58,7 @@ DIFFERENCE_REASONS = (
     ("Gemma4", r"tokenizer\.ggml\.pre", "llama.cpp names the kind of vocabulary only, which is enough for both"),
     ("Gemma4", r"tokenizer\.ggml\.scores", "read by neither, as this vocabulary has merges"),
     ("Gemma4", r"tokenizer\.ggml\.token_type", "<unk> is unknown here, control there"),
+    ("Gemma4", r"tokenizer\.ggml\.add_eos_token", "false, which is what llama.cpp takes without it"),
     ("Gemma4", rf"gemma4\.{CAP}", "0, as config.json says; without the key llama.cpp takes 30"),
     ("HunYuan", EOT, "what ends a turn; llama.cpp finds it by its name"),
     ("Ernie4_5_Moe", r".*expert_shared_feed_forward_length",
@@ -69,10 +70,15 @@ DIFFERENCE_REASONS = (
      "llama.cpp writes the mixture's and scan's sizes of a model without either, and key heads for each block"),
     ("PhiConfig", r"phi2\.(attention\.head_count_kv|feed_forward_length)",
      "constants there, as in Phi 2; here as config.json says"),
-    ("PhiConfig", r"tokenizer\.ggml\.add_bos_token", "false, which is what llama.cpp takes without it"),
+    ("Olmo3Config", r"olmo2\.rope\.scaling\.attn_factor",
+     "attention_factor divided by YaRN's own factor, by which llama.cpp multiplies the key; logits are transformers'"),
+    ("Olmo3Config", r"olmo2\.rope\.scaling\.yarn_attn_factor",
+     "attention_factor, which llama.cpp reads for Grok only; logits differ from transformers'"),
     ("FalconConfig", r"falcon\.context_length", "2048 there, whatever config.json says"),
     (INTERN, r"tokenizer\.ggml\.add_space_prefix", "true, which is what llama.cpp takes without it"),
     ("NemotronConfig", r"tokenizer\.ggml\.unknown_token_id", "1 there, whatever the vocabulary has"),
+    ("", r"tokenizer\.ggml\.unknown_token_id",
+     "as tokenizer.model says; there only if a tokenizer.json lists it, and llama.cpp takes 0 without it"),
 )  # fmt: skip
 Hyper = dict[str, Any]
 
@@ -99,22 +105,40 @@ OLDER: dict[str, Callable[[Hyper], Any]] = {
 
 
 def pieces(folder: Path) -> None:
-    (folder / "tokenizer.model").write_bytes(sentencepiece_model(symbols=("[UNUSED_TOKEN_1]",)))
+    """A SentencePiece model, whose special and user-defined pieces tokenizer_config.json lists, as Llama 2's does."""
+    texts = "<unk>", "<s>", "</s>", "[UNUSED_TOKEN_1]"
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(symbols=texts[3:]))
+    listed = {
+        str(id): {"content": text, "special": text.startswith("<")} for id, text in enumerate(texts)
+    }
+    settings = {"add_bos_token": True, "add_eos_token": False, "added_tokens_decoder": listed}
+    settings |= {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {"tokenizer_class": "LlamaTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def tokenizer(folder: Path, hf_tokenizer: Any, **settings: Any) -> None:
+    """A tokenizer.json and its settings; the model's config and the generation's name ids of the same tokens."""
     hf_tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {
+        f"{name}_id": hf_tokenizer.token_to_id(text)
+        for name, text in settings.items()
+        if name.endswith("_token")
+    }
+    for path in folder.glob("*config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | ids))
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def bytewise(folder: Path) -> None:
     """A byte-level vocabulary as GPT-2's, which llama.cpp is told that it is."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     model = bpe_tokenizer("")["model"]
     hf_tokenizer = Tokenizer(models.BPE(model["vocab"], [tuple(pair) for pair in model["merges"]]))
     hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     hf_tokenizer.decoder = decoders.ByteLevel()
     special = "<|begin|>", "<|eot_id|>", "<|endoftext|>", "[gMASK]", "<|user|>", "<|observation|>"
     hf_tokenizer.add_special_tokens([*special])

@@ -204,7 +204,10 @@ FAULTS = (
     InputError, RecursionError, ServerBusy, HttpRefusal, HTTPException, ClientDisconnect, Exception,
 )  # fmt: skip
 HTTP_MESSAGES = {404: "File Not Found", 405: "this path takes another method"}
-METHODS = ["GET", "POST", "DELETE", "OPTIONS"]
+CORS: dict[str, Any] = {
+    "allow_origin_regex": ".*", "allow_credentials": True, "allow_headers": ["*"],
+    "allow_methods": ["GET", "POST", "DELETE", "OPTIONS"],
+}  # fmt: skip
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
 
@@ -217,9 +220,7 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
         exception_handlers=dict.fromkeys(FAULTS, _answer_error),
         middleware=[
             Middleware(DrainRequest),
-            Middleware(
-                PrivateNetworkCors, allow_origins=["*"], allow_methods=METHODS, allow_headers=["*"]
-            ),
+            Middleware(PrivateNetworkCors, **CORS),
             Middleware(ApiKeyMiddleware, keys=keys),
         ],
     )

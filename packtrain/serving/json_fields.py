@@ -241,23 +241,22 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> lis
         prompt = "".join(part_text(part, name) for part in prompt["content"])
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, eos=False)
-        return ids[1:] if ids[:2] == [tokenizer.bos] * 2 else ids  # the text may spell BOS
+        if ids[:2] != [tokenizer.bos] * 2:
+            return ids
+        # the text spells BOS, perhaps with the space that decoders put behind it
+        text = prompt.partition(tokenizer.piece(ids[0]).decode(errors="replace"))[2]
+        return tokenizer.encode(text.removeprefix(" " * tokenizer.add_space_prefix), eos=False)
     if not isinstance(prompt, list) or not prompt:
         raise InputError(f"{name} must be a text, or a list of token ids and texts")
     ids = list[int]()
     for part_index, prompt_part in enumerate(prompt):
         if isinstance(prompt_part, str):
             ids += tokenizer.encode(prompt_part, bos=None if part_index == 0 else False, eos=False)
-        elif (
-            isinstance(prompt_part, int)
-            and not isinstance(prompt_part, bool)
-            and 0 <= prompt_part < tokenizer.vocab_size
-        ):
+        elif type(prompt_part) is int and 0 <= prompt_part < tokenizer.vocab_size:  # no bool
             ids.append(prompt_part)
         else:
-            raise InputError(
-                f"{name}[{part_index}] must be a text or a token id below {tokenizer.vocab_size:,}"
-            )
+            fact = f"must be a text or a token id below {tokenizer.vocab_size:,}"
+            raise InputError(f"{name}[{part_index}] {fact}")
     return ids
 
 

@@ -10,8 +10,8 @@ from packtrain.models.arch.hf_config import FULL, PARTIAL, ROPE_KEYS, SLIDING, W
 
 WITHOUT_EFFECT = {
     "names and versions": """architectures model_type model_name transformers_version transformers.js_config
-        _name_or_path name_or_path torch_dtype dtype auto_map custom_pipelines license transformers_weights version
-        _commit_hash mistral_version max_sequence_length seq_length model_max_length""",
+        _name_or_path _model_name_or_path name_or_path torch_dtype dtype auto_map custom_pipelines license
+        transformers_weights version _commit_hash mistral_version max_sequence_length seq_length model_max_length""",
     "for training": """dropout hidden_dropout_prob attention_probs_dropout_prob layerdrop initializer_range
         initializer_cutoff_factor init_std rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
         output_router_logits router_jitter_noise aux_loss_alpha seq_aux moe_use_aux_free moe_use_hard_gate

@@ -2,8 +2,9 @@
 
     python -m benchmarks.soak MODEL.gguf [--minutes 30] [--memory 400MiB] [--clients 12]
 
-Clients that ask and read; that go away before, in or after a stream; that send garbage, half of a request, wrong keys,
-bodies that are too large; that read a byte a second. Prints a line a minute: requests by status, private memory.
+Clients that ask and read, all APIs mixed: answers, tools, schemas, biases of many tokens, probabilities of prompts,
+embeddings; that go away before, in or after a stream; that send garbage, half of a request, wrong keys, bodies that are
+too large; that read a byte a second. Prints a line a minute: requests by status, private memory.
 Exit code 1 after a crash, a status 500, a slot that stays busy, an answer that never comes, or memory beyond the plan.
 """
 
@@ -27,6 +28,7 @@ KEY = "soak-key"
 PATHS = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 WORDS = "once", "upon", "a", "time", "there", "was", "little", "girl", "who"
 FIELDS = "temperature", "messages", "stop", "n", "seed", "logit_bias", "max_tokens", "tools", "lora"
+MAX_ID = 512  # tokens below it have biases
 END = 60.0  # seconds in which all slots must be idle after the load
 
 
@@ -42,7 +44,7 @@ class Load:
         kinds: list[Callable[[random.Random], str]] = [
             self.full_answer, self.full_answer, self.stream, self.leave, self.leave, self.garbage, self.half,
             self.wrong_key,
-            self.huge, self.slow, self.odd,
+            self.huge, self.slow, self.odd, self.shaped, self.shaped, self.biased, self.scored, self.embed,
         ]  # fmt: skip
         while not self.stop.is_set():
             kind = rng.choice(kinds)
@@ -86,6 +88,35 @@ class Load:
     def stream(self, rng: random.Random) -> str:
         return self.answered(
             self.ask(self.body(rng, stream=True, logprobs=True, top_logprobs=5)), "stream"
+        )
+
+    def shaped(self, rng: random.Random) -> str:
+        """Answers by a schema, or with a tool, in the shape of each API."""
+        path = rng.choice(PATHS)
+        kinds = "string", "integer", "number", "boolean", "array"
+        names = [f"k{rng.randrange(10**6)}" for _ in range(rng.randrange(1, 6))]
+        schema = {
+            "type": "object", "properties": {name: {"type": rng.choice(kinds)} for name in names}, "required": names,
+            "additionalProperties": False,
+        }  # fmt: skip
+        fields = rng.choice(shapes_of(path, schema)) | {"n": 1, "stream": rng.random() < 0.5}
+        return self.answered(self.ask(self.body(rng, **fields), path), f"shaped {path[4:]}")
+
+    def biased(self, rng: random.Random) -> str:
+        count = rng.choice((1, 10, 100, 400))
+        bias = {str(rng.randrange(MAX_ID)): rng.uniform(-100, 100) for _ in range(count)}
+        return self.answered(self.ask(self.body(rng, logit_bias=bias), PATHS[0]), "biased")
+
+    def scored(self, rng: random.Random) -> str:
+        """Log-probabilities of several prompts."""
+        prompts = [" ".join(rng.choices(WORDS, k=rng.choice((1, 30, 300)))) for _ in range(3)]
+        fields = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1}
+        return self.answered(self.ask(json.dumps(fields).encode(), "/v1/completions"), "scored")
+
+    def embed(self, rng: random.Random) -> str:
+        texts = [" ".join(rng.choices(WORDS, k=rng.choice((1, 30, 300)))) for _ in range(5)]
+        return self.answered(
+            self.ask(json.dumps({"input": texts}).encode(), "/v1/embeddings"), "embed"
         )
 
     def leave(self, rng: random.Random) -> str:
@@ -141,6 +172,23 @@ class Load:
         )
 
 
+def shapes_of(path: str, schema: dict[str, object]) -> tuple[dict[str, object], ...]:
+    """Return fields of a request that asks for a document by the schema, or for a call of a tool with it."""
+    named = {"name": "f", "schema": schema}
+    answer_format = {"type": "json_schema", **named}
+    if path == "/v1/messages":
+        tool = {"name": "f", "input_schema": schema}
+        return {"output_config": {"format": answer_format}}, {"tools": [tool]}
+    function = {"name": "f", "parameters": schema}
+    if path == "/v1/responses":
+        return {"text": {"format": answer_format}}, {"tools": [{"type": "function", **function}]}
+    tools = [{"type": "function", "function": function}]
+    return (
+        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"tools": tools, "tool_choice": "required"},
+    )
+
+
 def are_slots_idle(port: int) -> bool:
     """Whether the server says that no slot is busy."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -193,6 +241,7 @@ def main() -> int:
         "chatml",
         "--ctx",
         "2048",
+        "--embeddings",
     ]
     with server_process(command, port) as server:
         load, limit = Load(port, 1), parse_size(args.memory, "--memory")

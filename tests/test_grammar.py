@@ -455,6 +455,21 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"a":1,"b":2}'],
         [r'{"\u0061":2}', '{"b":null}'],
     ),
+    (
+        {"properties": {"a": {"const": 1}, "ab": {}}, "additionalProperties": True},
+        ['{"a":1}', '{"a":1,"ab":2,"b":null,"":[]}', '{"abc":{},"b\\n":null}'],
+        [r'{"\u0061":1}', '{"a":2}', r'{"a\u0062":null}', '{"a":1,"a":1}'],
+    ),
+    (
+        {"properties": {"b\n": {"const": 1}}, "unevaluatedProperties": True},
+        ['{"b\\n":1,"b":2}', r'{"\"":2,"a":1}'],
+        ['{"b\\n":2}', r'{"b\u000a":2}'],
+    ),
+    (
+        {"properties": {'"': {"const": 1}, "a\\": {"const": 2}}, "additionalProperties": {}},
+        [r'{"\"":1,"a\\":2}', r'{"a":0,"\\":0,"\"\"":0}'],
+        [r'{"\"":2}', r'{"a\\":1}', r'{"\u0022":2}', r'{"a\u005c":1}'],
+    ),
     ({"type": "object", "patternProperties": {"^x": {"const": 1}}}, ['{"xy":1}', "{}"], ['{"xy":2}', r'{"\u0078":2}']),
     ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)]),
     ({"type": "integer", "maximum": 2**53 + 3, "minimum": 2**53}, [str(2**53 + 2)], [str(2**53 + 4)]),
@@ -462,6 +477,13 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"format": "date-time"}, ['"2024-02-29T23:59:59Z"'], ['"2023-02-29T00:00:00Z"', '"2024-02-28T00:00:60Z"']),
     ({"format": "time", "pattern": "^2"}, ['"23:59:59.5Z"'], ['"23:00:60Z"', '"03:00:00Z"']),
     ({"format": "hostname"}, ['"a-b.example"'], ['"xn--X"', json.dumps(".".join(["a" * 60] * 5))]),
+    ({"pattern": '^[^"]*$'}, [r'"a\\\n"'], [r'"\""']),
+    (
+        {"properties": {'"': {"const": 1}}, "additionalProperties": {"type": "null"}},
+        [r'{"\"":1,"\\":null}'],
+        [r'{"\"":null}'],
+    ),
+    ({"pattern": r"^[^\\\]]+$"}, [r'"a\"[\n"'], [r'"\\"', '"]"']),
     ({"pattern": r"^\S\\s[\s]$"}, [r'"a\\s "'], ['"\ufeff\\\\s "', '"a\\\\s\x85"', '"a  "']),
 ]  # fmt: skip
 

@@ -106,13 +106,10 @@ class JsonBody:
         if abs(value) > MAX_NUMBER:
             raise InputError(self.fact(name, "is too large"))
         if not (math.isfinite(value) and min_value <= value <= max_value):
-            bounds = [
-                f"{bound_name} {_format_number(bound_value)}"
-                for bound_name, bound_value in (("at least", min_value), ("at most", max_value))
-                if math.isfinite(bound_value)
-            ]
-            limits = " and ".join(bounds) or "finite"
-            raise InputError(self.fact(name, f"is {_format_number(value)}; it must be {limits}"))
+            bounds = ("at least", min_value), ("at most", max_value)
+            limits = [f"{words} {_format_number(x)}" for words, x in bounds if math.isfinite(x)]
+            fact = f"is {_format_number(value)}; it must be {' and '.join(limits) or 'finite'}"
+            raise InputError(self.fact(name, fact))
         return value
 
     def text(self, name: str, default: str = "", max_length: int = 1 << 20) -> str:
@@ -168,8 +165,7 @@ def parse_sampling(body: JsonBody, defaults: Sampling, tokenizer: Tokenizer) -> 
             else:
                 changed[setting] = body.number(name, type_default, *bounds)
     if body.has("samplers"):
-        samplers = body.get("samplers")
-        named = samplers if isinstance(samplers, str) else ";".join(body.get_texts("samplers", 32))
+        named = ";".join(body.get_texts("samplers", 32))
         if len(named) > MAX_SAMPLERS_CHARS:
             raise InputError(f"samplers has more than {MAX_SAMPLERS_CHARS:,} characters")
         changed["samplers"] = named

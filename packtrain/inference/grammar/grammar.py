@@ -12,7 +12,7 @@ from packtrain.inference.grammar import vocabulary_table
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import locate_fault, parse_schema, schema_to_lark
-from packtrain.inference.grammar.vocabulary_table import DEAD_END, DIGITS, digit_tokens, table
+from packtrain.inference.grammar.vocabulary_table import DEAD_END, DIGITS, DigitTokens, table
 
 MAX_DIGITS = 16  # of an integer, of decimals and of an exponent in JSON, as in llama.cpp
 REASON_PREFIX = "error: "  # in llguidance's messages
@@ -31,8 +31,8 @@ class Grammar:
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
         self._matcher = vocabulary_table.grammar_matcher(self._token_table, source)
-        self._has_json = "%json" in source
-        self._check_matcher("it cannot be used")
+        self._end_ids = np.array([*tokenizer.eog_ids], np.int64)
+        self._digits = vocabulary_table.digit_tokens(tokenizer) if "%json" in source else None
         can_begin = self._token_mask().any()
         self._check_matcher("it cannot be used")
         if not self.is_complete and not can_begin:
@@ -89,9 +89,9 @@ class Grammar:
             return None
         mask = self._token_mask()[:size]
         allowed = mask if len(mask) == size else np.pad(mask, (0, size - len(mask)))
-        allowed[[*self._tokenizer.eog_ids]] = self.is_complete
+        allowed[self._end_ids] = self.is_complete
         self._check_matcher("it became too large")
-        return self._limit_digits(allowed) if self._has_json else allowed
+        return self._limit_digits(allowed, self._digits) if self._digits else allowed
 
     def accept(self, id: int) -> None:
         """Advance the grammar by the token that the sequence got. Raises InputError if the token cannot come."""
@@ -118,13 +118,12 @@ class Grammar:
                 self._matcher.consume_tokens(self._token_table.greedy_tokenize(began_text))
         self._check_matcher("the text from the trigger on does not follow the grammar")
 
-    def _limit_digits(self, allowed: np.ndarray) -> np.ndarray:
+    def _limit_digits(self, allowed: np.ndarray, digits: DigitTokens) -> np.ndarray:
         """Return the mask without tokens that give a number of JSON more than MAX_DIGITS digits in a row. If the number
         cannot end yet, only zeros are taken out, or nothing: llguidance would read 0.000… without end."""
         num_digits = self._count_last_digits()
         if not num_digits:
             return allowed
-        digits = digit_tokens(self._tokenizer)
         long_tokens = digits.counts > MAX_DIGITS - num_digits
         if not long_tokens.any() or allowed[digits.text_ids].any():
             return allowed

@@ -40,7 +40,9 @@ BOUND_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 READABLE_PATTERN = re.compile(
     r"([^\\[(]|\\[^bBk1-9]|\((?!\?<?[=!])|\[(?!\^?\])(\\.|(?!&&|--|~~)[^\]\[\\])*\])*", re.S
 )
-SPACES = {r"\s": r"[\s&&[^\x85]]", r"\S": r"[^\s\x1c-\x1f\ufeff]"}
+ANY_NAME = "^(?s:.*)$"
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # JSON spells these in two ways: \n and \u000a
+REPLACED_PARTS = {r"\s": r"[\s&&[^\x85]]", r"\S": r"[^\s\x1c-\x1f\ufeff]", "[^": r"[^\x00"}
 LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 DATE = rf"^({LEAP_YEAR}-02-29|(\d{{3}}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)-((0[^2]|1.)-|02-([01]|2[^9])))"
 FORMAT_LIMITS: dict[Any, dict[str, Any]] = {  # what llguidance's formats lack: calendar and length
@@ -178,8 +180,13 @@ def _can_repeat_names(min_count: Any, names: Any) -> bool:
 
 
 def automaton_pattern(pattern: str) -> str:
-    """Convert an ECMA-262 pattern to llguidance's syntax, in which escapes of white space mean other characters."""
-    return re.sub(r"\\.", lambda escape: SPACES.get(escape[0], escape[0]), pattern)
+    """Convert an ECMA-262 pattern to llguidance's syntax, in which escapes of white space mean other characters.
+
+    llguidance adds a quote and a backslash to sets of all control characters, so that sets without these lose NUL.
+    """
+    return re.sub(
+        r'\\.|\[\^(?=[^\]]*["\\])', lambda part: REPLACED_PARTS.get(part[0], part[0]), pattern
+    )
 
 
 def other_names(names: set[str]) -> str:
@@ -189,7 +196,7 @@ def other_names(names: set[str]) -> str:
         f"{char_code}({other_names({name[1:] for name in names if name[:1] == char})})"
         for char, char_code in first_chars.items()
     ]
-    choices.append(f"[^{''.join(first_chars.values())}](?s:.*)" if first_chars else "(?s:.+)")
+    choices.append(f"[^\\x00{''.join(first_chars.values())}](?s:.*)" if first_chars else "(?s:.+)")
     return "|".join([*choices, *(() if "" in names else ("",))])
 
 
@@ -284,11 +291,12 @@ class _SchemaCloser:
         if is_open and patterns:
             message = "JSON schema: additionalProperties: beside patternProperties"
             raise InputError(message, "a name with escapes would pass by the patterns")
-        patterns += [f"^({other_names({*names})})$"] if is_open else []
-        keys_by_keyword = {"properties": names, "patternProperties": patterns}
-        return {k: {name: {} for name in x} for k, x in keys_by_keyword.items()} | {
-            "additionalProperties": False
-        }
+        values = [p[k] for p in parts for k in (UNEVALUATED, "additionalProperties") if k in p]
+        # llguidance leaves out the names, in their usual spelling; a pattern that does so has slow masks
+        is_free = all(x in (True, {}) for x in values) and not any(map(CONTROL.search, names))
+        patterns += [ANY_NAME if is_free else f"^({other_names({*names})})$"] if is_open else []
+        end = {"patternProperties": {x: {} for x in patterns}, "additionalProperties": False}
+        return {"properties": {name: {} for name in names}, **end}
 
     def _all_parts(self, schema: Any, seen_ids: set[int]) -> Iterator[dict[str, Any]]:
         """Yield a schema and all parts that allOf, anyOf, oneOf and $ref merge into it."""
@@ -336,11 +344,8 @@ class _SchemaCloser:
             is_closed = all(p.get(k, False) is False for p in branch for k in OPENING_KEYWORDS)
             is_distinct |= is_closed and bool(properties) and not required_names <= {*properties}
             is_distinct |= any("object" not in p.get("type", "object") for p in branch)
-            if (
-                other_properties
-                and not is_distinct
-                and not any(p.get("additionalProperties") is False for p in other_branch)
-            ):
+            is_distinct |= any(p.get("additionalProperties") is False for p in other_branch)
+            if other_properties and not is_distinct:
                 message = "JSON schema: oneOf: an answer may fit several of its parts"
                 raise InputError(message, "each must require what others lack; or write anyOf")
 

@@ -20,6 +20,7 @@ from packtrain.inference.sampling import (
 from packtrain.inference.sampling.dry import dry_penalty
 from packtrain.inference.sampling.samplers import (
     dynamic_temperature,
+    infill,
     logit_bias,
     min_p,
     mirostat,
@@ -338,11 +339,34 @@ def test_biases_that_cannot_be_read(bias):
         Sampling(logit_bias=("9+1",)).check_sampling(9)
 
 
+PIECES = [b"", b"a", b"ab", b"b", *(bytes([x]) for x in range(100, 112))]
+
+
+@pytest.mark.parametrize("probs, kept_ids", [
+    ({0: 0.1, 1: 0.5, 3: 0.4}, [0]),  # three times the end is more than a third of the texts
+    ({0: 0.01, 1: 0.3, 2: 0.3, 3: 0.39}, [0, 1, 3]),  # a and ab are one
+    ({0: 0.01, 1: 0.25, 2: 0.3, 3: 0.44}, [0, 2, 3]),  # which is the likelier one
+    ({0: 0.01, 1: 0.7, 3: 0.29}, [0, 1]),  # of two each must have a third
+    ({0: 0.001, **dict.fromkeys(range(4, 14), 0.0999)}, [0]),  # no text is likely
+    ({1: 0.4, 3: 0.6}, [1, 3]),
+])  # fmt: skip
+def test_infill(probs, kept_ids):
+    ids, p = np.array([*probs]), np.array([*probs.values()])
+    candidates = infill(Candidates(ids, np.log(p)), PIECES.__getitem__, [0, 15])
+    assert sorted(candidates.ids.tolist()) == kept_ids
+
+
+def test_infill_without_an_end_keeps_unlikely_texts():
+    ids = np.arange(4, 14)
+    candidates = infill(Candidates(ids, np.zeros(10)), PIECES.__getitem__, [])
+    assert sorted(candidates.ids.tolist()) == ids.tolist()
+
+
 def test_names_of_samplers():
     assert [canonical_name(n) for n in ("top-k", "TopP", "typ", "nucleus", "temp", "tfs-z")] == [
         "top_k", "top_p", "typ_p", "top_p", "temperature", "tfs_z",
     ]  # fmt: skip
-    assert Sampling(samplers="temp; top-k").order == ("temperature", "top_k")
+    assert Sampling(samplers="temp; top-k; infill").order == ("temperature", "top_k", "infill")
     with pytest.raises(InputError, match="no sampler 'top_q'; there are penalties, dry"):
         Sampling(samplers="top_q").check_sampling()
 

@@ -61,10 +61,12 @@ def test_guesses_change_no_text(tmp_path, arch):
     with served(model) as client:
         expected = [tokens_of(client, **body) for body in bodies]
         assert all("draft_n" not in a["timings"] for a in answers(client))
+        assert not any(slot["speculative"] for slot in client.get("/slots").json())
     foreign: Any = {"model_draft": other, "draft_p_min": 0.0}
     for drafting in (foreign, {"draft_lookup": True}) if arch == "llama" else (foreign,):
         with served(model, **drafting) as client:
             assert [tokens_of(client, **body) for body in bodies] == expected
+            assert all(slot["speculative"] for slot in client.get("/slots").json())
             drafted = counter(client, "spec_decode_num_draft_tokens_total")
             accepted = counter(client, "spec_decode_num_accepted_tokens_total")
             timings = [answer["timings"] for answer in answers(client)]

@@ -80,6 +80,19 @@ def test_text_is_filled_in_by_the_order_of_tokens_that_llama_server_has(api):
     assert streamed.startswith("data: ") and '"stop": true' in streamed
 
 
+def test_the_request_of_editors_is_answered(api):
+    """llama.vim and llama.vscode name a sampler that stands in no default; their first request only reads."""
+    names = "content", "timings/prompt_n", "timings/predicted_n", "truncated", "tokens_cached"
+    editor = {
+        "input_extra": [], "top_k": 40, "top_p": 0.99, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True,
+        "n_indent": 0, "t_max_prompt_ms": 500, "t_max_predict_ms": 3000, "response_fields": names,
+    }  # fmt: skip
+    answer = post(api, "/infill", **CODE | editor | {"n_predict": 8})
+    assert answer.status_code == 200 and {*answer.json()} == {*names}
+    warm_up = post(api, "/infill", **CODE | editor | {"n_predict": 0, "samplers": []})
+    assert warm_up.status_code == 200 and warm_up.json()["content"] == ""
+
+
 def test_long_texts_are_cut_where_they_are_far_from_the_cursor(api):
     long_prefix, long_suffix = "the a e " * 900 + "g", "c" + " the a e" * 900
     body = {"input_prefix": long_prefix, "input_suffix": long_suffix, "n_predict": 1}

@@ -146,9 +146,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key, value in config.items():
         field_kind, field_type = FIELD_KINDS.get(key), FIELD_TYPES.get(key)
         if field_type and type(value) not in (field_type, type(None)):
-            raise InputError(
-                f"{path}: {key} is {value!r}; it must be of type {field_type.__name__}"
-            )
+            fact = f"{path}: {key} is {value!r}"
+            raise InputError(f"{fact}; it must be of type {field_type.__name__}")
         if field_kind in ("honoured", "without effect") or _is_any(value, OFF_VALUES):
             continue
         problem = "which an adapter file cannot hold" if field_kind else "unknown to packtrain"

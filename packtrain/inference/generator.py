@@ -16,6 +16,7 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
+from packtrain.data.tokenizer.token_table import CONTROL, UNKNOWN
 from packtrain.dtypes import Dtype, f32
 from packtrain.engine.backends import CPU, Target
 from packtrain.inference.kv_cache import Context
@@ -169,9 +170,8 @@ def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
 def check_prompt(prompt: Sequence[int], size: int) -> None:
     """Raise InputError unless a context of `size` tokens has room for the prompt."""
     if not prompt:
-        raise InputError(
-            "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
-        )
+        fact = "the prompt has no tokens"
+        raise InputError(f"{fact}; the vocabulary adds none at its beginning, so give some text")
     if len(prompt) > size:
         fact = f"the prompt has {plural(len(prompt), 'token')} and the context {size}"
         raise InputError(f"{fact}; the prompt must fit")
@@ -271,7 +271,11 @@ def make_chain(
     """Create the sampler chain of a sequence that begins with `prompt`. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
     breakers = _breaker_tokens(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}
-    return Chain(sampling, seed, prompt, breakers, grammar)
+    ends = sorted(tokenizer.eog_ids, key=lambda id: (id != tokenizer.eot, id != tokenizer.eos))
+    infill_tokens = (
+        lambda id: b"" if tokenizer.token_types[id] in (CONTROL, UNKNOWN) else tokenizer.piece(id), ends,
+    )  # fmt: skip
+    return Chain(sampling, seed, prompt, breakers, grammar, infill_tokens)
 
 
 @lru_cache(maxsize=2)

@@ -83,9 +83,8 @@ def _read_vocabulary_size(gguf: GGUF) -> int:
         fact = f"{gguf.path}: there is no tensor token_embd.weight; a model needs its weights"
         raise InputError(fact)
     if len(tensor_info.shape) != 2 or not 0 < tensor_info.shape[0] <= MAX_SIZE:
-        raise InputError(
-            f"{gguf.path}: token_embd.weight has shape {list(tensor_info.shape)}; it must be [vocabulary, width]"
-        )
+        fact = f"{gguf.path}: token_embd.weight has shape {list(tensor_info.shape)}"
+        raise InputError(f"{fact}; it must be [vocabulary, width]")
     return tensor_info.shape[0]
 
 

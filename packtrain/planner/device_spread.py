@@ -94,9 +94,8 @@ def parse_spread(
         if gpu_layers != AUTO and not gpu_layers.isdecimal():
             raise InputError(f"--gpu-layers {gpu_layers}: it must be a number of blocks, or auto")
         if HOST in spaces:
-            raise InputError(
-                f"--gpu-layers needs a --device with a memory of its own, such as cuda or cpu:1, not {device}"
-            )
+            fact = "--gpu-layers needs a --device with a memory of its own"
+            raise InputError(f"{fact}, such as cuda or cpu:1, not {device}")
     limits = {b.space: b.capacity for b in devices if b.capacity is not None}
     requested = _memory_limits(memory, device, spaces)
     limits |= {space: min(limit, limits.get(space, limit)) for space, limit in requested.items()}

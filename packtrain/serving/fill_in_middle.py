@@ -3,6 +3,7 @@
 [fim_rep]myproject [fim_sep]FILE, a chunk … [fim_sep]filename [fim_pre]PREFIX PROMPT [fim_suf]SUFFIX [fim_mid]
 """
 
+from functools import partial
 from typing import Any
 
 from packtrain.common.errors import InputError
@@ -62,10 +63,7 @@ def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:
 
 def _chunk_ids(server: Server, body: JsonBody) -> list[int]:
     """Return the tokens of the texts in `input_extra`, which are pieces of other files, each with its file's name."""
-
-    def encode(text: str) -> list[int]:
-        return server.tokenizer.encode(text, bos=False, eos=False, special=False)
-
+    encode = partial(server.tokenizer.encode, bos=False, eos=False, special=False)
     fill_ids, file_id = server.tokenizer.fill_ids, server.tokenizer.fill_ids.get("fim_sep")
     ids = [fill_ids["fim_rep"], *encode("myproject\n")] if "fim_rep" in fill_ids else []
     for number, fields in enumerate(body.get_list("input_extra", MAX_CHUNKS)):

@@ -13,7 +13,6 @@ from packtrain.serving.response_shapes import progress_fields, timing_fields, to
 
 STOP_TYPES = {"end": "eos", "stop": "word", "count": "limit", "context": "limit"}
 
-
 # llama-server's settings that are always off here
 OFF = {
     "adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0, "grammar_lazy": False,

@@ -233,10 +233,12 @@ def get_slots(server: Server, request: Request) -> Any:
         raise HttpRefusal(503, "no slot available")
     slot_entries = []
     for slot in server_slots:
-        slot_entry = {"id": slot.index, "n_ctx": server.engine.max_seq_tokens, "speculative": False}
         slot_answer = slot.answer  # another thread may end the answer
-        activity = {} if slot_answer is None else slot_activity(slot_answer)
-        slot_entries.append(slot_entry | {"is_processing": slot_answer is not None} | activity)
+        slot_entry = {
+            "id": slot.index, "n_ctx": server.engine.max_seq_tokens, "speculative": slot.drafter is not None,
+            "is_processing": slot_answer is not None,
+        }  # fmt: skip
+        slot_entries.append(slot_entry | (slot_activity(slot_answer) if slot_answer else {}))
     return slot_entries
 
 
@@ -316,9 +318,8 @@ def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
         raise missing_flag("slots action", "--slot-save-path")
     file_name = body.text("filename")
     if not FILE_NAME.fullmatch(file_name):
-        raise InputError(
-            "filename must be a name of letters, digits, '.', '_' and '-', without a folder or a '.' at its beginning"
-        )
+        fact = "filename must be a name of letters, digits"
+        raise InputError(f"{fact}, '.', '_' and '-', without a folder or a '.' at its beginning")
     file_path, start_time = server.slots_folder / file_name, time.perf_counter()
     if file_path.is_symlink() or (file_path.exists() and not file_path.is_file()):
         raise InputError(f"{file_name} is no saved slot; choose another filename")

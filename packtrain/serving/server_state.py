@@ -216,9 +216,8 @@ class Server:
     def check_job(self, job: GenerationJob) -> None:
         """Raise InputError unless the prompt has tokens and room for one more, and the slot exists."""
         if not job.prompt:
-            raise InputError(
-                "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
-            )
+            fact = "the prompt has no tokens; the vocabulary adds none at its beginning"
+            raise InputError(f"{fact}, so give some text")
         if len(job.prompt) >= self.engine.max_seq_tokens:
             raise PromptTooLong(len(job.prompt), self.engine.max_seq_tokens)
         if job.slot >= len(self.engine.slots):

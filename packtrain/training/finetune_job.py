@@ -286,9 +286,8 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
                 "leave it out, or train other matrices (--lora-modules)",
             )
     if not set(adapted_types.values()) & set(RECODABLE):
-        raise InputError(
-            f"--aware: no matrix that is trained is quantized; it is for matrices of {dtype_names}"
-        )
+        fact = "--aware: no matrix that is trained is quantized"
+        raise InputError(f"{fact}; it is for matrices of {dtype_names}")
 
 
 def _recipe(settings: TuneSettings, length: int) -> DatasetRecipe:

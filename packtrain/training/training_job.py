@@ -302,9 +302,8 @@ def _moment_share(
             " shared out; leave out --zero"
         )
     if base is not None and base.masters != f32:
-        raise InputError(
-            f"--zero {settings.zero} needs trained weights in f32; leave out --masters {base.masters}"
-        )
+        fact = f"--zero {settings.zero} needs trained weights in f32"
+        raise InputError(f"{fact}; leave out --masters {base.masters}")
     return current_world().rank, current_world().world_size
 
 
@@ -361,11 +360,9 @@ def make_schedule(settings: RunSettings, batches: int) -> LrSchedule:
 def check_precision(precision: str, device: str) -> None:
     """Raise InputError for a precision that the device lacks, or that gains nothing there."""
     if precision == "bf16x3" and device != "cpu" and not device.startswith("cuda"):
-        raise InputError(
-            f"--precision bf16x3: faster than f32 only on CPUs with AMX and on cuda, not on {device}; leave it out"
-        )
+        fact = "--precision bf16x3: faster than f32 only on CPUs with AMX and on cuda"
+        raise InputError(f"{fact}, not on {device}; leave it out")
     if device == "cpu" and not supports_precision(precision):
         missing_feature = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"
-        raise InputError(
-            f"--precision {precision}: this CPU has {missing_feature}, without which it is not faster; leave it out"
-        )
+        fact = f"--precision {precision}: this CPU has {missing_feature}"
+        raise InputError(f"{fact}, without which it is not faster; leave it out")

@@ -71,9 +71,8 @@ class EvalResult:
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Measure and return the losses of models on data. Raises InputError, and Interrupted if it is stopped."""
     if settings.data is None and settings.choices is None:
-        raise InputError(
-            "--data must be given: text or conversations; or --choices, a file of multiple choice"
-        )
+        fact = "--data must be given: text or conversations"
+        raise InputError(f"{fact}; or --choices, a file of multiple choice")
     check_rules(settings)
     if settings.resident is not None and len(settings.model) > 1:
         raise InputError("--resident is for one model; measure one at a time")

@@ -185,9 +185,8 @@ def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype
                 "--allow-requantize, which loses more"
             )
         if entry.shape[-1] % new_dtype.block:
-            raise InputError(
-                f"{gguf.path}: rows of {name} have {entry.shape[-1]} values; {new_dtype} packs {new_dtype.block} each"
-            )
+            fact = f"{gguf.path}: rows of {name} have {entry.shape[-1]} values"
+            raise InputError(f"{fact}; {new_dtype} packs {new_dtype.block} each")
 
 
 def _maker(

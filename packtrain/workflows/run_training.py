@@ -200,9 +200,8 @@ def _check_outputs(settings: RunSettings) -> None:
         fact = f"--output: {output} would be the run folder itself; end its name in .gguf"
         raise InputError(fact)
     if folder.exists() and not folder.is_dir():
-        raise InputError(
-            f"--output: {folder} is in the way of the run folder; move it or give another --output"
-        )
+        fact = f"--output: {folder} is in the way of the run folder"
+        raise InputError(f"{fact}; move it or give another --output")
     if settings.resume or settings.overwrite:
         return
     if checkpoint.exists() or previous_path(checkpoint).exists():
@@ -211,9 +210,8 @@ def _check_outputs(settings: RunSettings) -> None:
             " give another name"
         )
     if output.exists():
-        raise InputError(
-            f"--output: {output} exists; give another name, or --overwrite to replace it at the end"
-        )
+        fact = f"--output: {output} exists"
+        raise InputError(f"{fact}; give another name, or --overwrite to replace it at the end")
 
 
 def _prepare_folder(settings: RunSettings, run_plan: PlannedRun) -> None:

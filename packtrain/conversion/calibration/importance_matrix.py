@@ -77,9 +77,8 @@ def load_importance(path: Path) -> ImportanceMatrix:
         total, seen = (gguf.array(name + suffix) for suffix in (SUMS, COUNTS))
         is_uneven = not total.size or not seen.size or total.size % seen.size
         if total.dtype != np.float32 or seen.dtype != np.float32 or is_uneven:
-            raise InputError(
-                f"{path}: {name}{SUMS} and {name}{COUNTS} must be F32, a row of sums for each count"
-            )
+            fact = f"{path}: {name}{SUMS} and {name}{COUNTS} must be F32"
+            raise InputError(f"{fact}, a row of sums for each count")
         if not (np.isfinite(total).all() and (total >= 0).all() and np.isfinite(seen).all()):
             raise InputError(f"{path}: {name}{SUMS} has values that are not finite, or below zero")
         sums[name], counts[name] = total.reshape(seen.size, -1), seen.reshape(-1)

@@ -104,9 +104,8 @@ def write_dataset(
             files = files if splitter.num_held_out else {TRAIN: files[TRAIN]}
         for part, token_file in files.items():
             if not token_file.starts:
-                raise InputError(
-                    f"--data: {recipe.data} leaves no tokens to train on for {SPLIT_NAMES[part]} ({'; '.join(notes)})"
-                )
+                fact = f"--data: {recipe.data} leaves no tokens to train on for {SPLIT_NAMES[part]}"
+                raise InputError(f"{fact} ({'; '.join(notes)})")
     metadata = {
         "notes": notes, "places": splitter.locations, "parts": [*files],
         "names": [source.path.name for source in sources], "template": maker.template,

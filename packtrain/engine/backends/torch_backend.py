@@ -308,9 +308,8 @@ class _LazyBackends(dict[str, Backend]):
 
     def __missing__(self, name: str) -> Backend:
         if find_spec("torch") is None:
-            raise InputError(
-                f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
-            )
+            fact = f"--device {name} needs PyTorch: pip install torch"
+            raise InputError(f"{fact} (or packtrain with its extra: packtrain[torch])")
         device_kind, _, device_index = name.removeprefix("torch:").partition(":")
         environment = cuda_caching.CUBLAS_ENVIRONMENT if device_kind == "cuda" else OF_MKL
         for variable, value in environment.items():

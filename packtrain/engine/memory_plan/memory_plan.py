@@ -100,9 +100,8 @@ class Plan:
     def check_belongs(self, placed: Placed) -> None:
         """Raise GraphError unless this plan belongs to an equal graph, placed in the same way."""
         if placed.fingerprint != self.fingerprint:
-            raise GraphError(
-                f"the plan is for graph {self.fingerprint}, not for this graph {placed.fingerprint}; plan it again"
-            )
+            fact = f"the plan is for graph {self.fingerprint}"
+            raise GraphError(f"{fact}, not for this graph {placed.fingerprint}; plan it again")
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
         """Return a message about a space that would exceed its limit, or None."""

@@ -15,9 +15,8 @@ from packtrain.data.tokenizer.token_table import CONTROL, UNKNOWN, UNUSED
 def llguidance() -> Any:
     """Import and return the module llguidance. Raises InputError if it is not installed."""
     if find_spec("llguidance") is None:
-        raise InputError(
-            "grammars and JSON schemas need llguidance: pip install llguidance (or packtrain with its extra grammar)"
-        )
+        fact = "grammars and JSON schemas need llguidance"
+        raise InputError(f"{fact}: pip install llguidance (or packtrain with its extra grammar)")
     return import_module("llguidance")
 
 

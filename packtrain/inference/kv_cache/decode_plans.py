@@ -112,9 +112,8 @@ def make_cache(
     block_size = DTYPES[dtype].block
     for _, head_width in map(config.cached_heads, range(config.block_count)):
         if head_width % block_size:
-            raise ContextError(
-                f"cache is {dtype!r}, which packs {block_size} values, and heads have {head_width}; use 'f16' or 'f32'"
-            )
+            fact = f"cache is {dtype!r}, which packs {block_size} values"
+            raise ContextError(f"{fact}, and heads have {head_width}; use 'f16' or 'f32'")
     window_sizes = {config.visible_tokens_of(i) for i in range(config.block_count)} - {0}
     ring = num_sequences * (max(window_sizes, default=0) - 1 + RING_MARGIN) + max_run_tokens
     uses_ring = window_sizes and ring < num_cells and not swa_full

@@ -203,9 +203,8 @@ def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequ
     saved_origin, seqs, counts, scales = _parse_meta(bytes(payload[HEAD.size : HEAD.size + size]))
     for name, value in asdict(origin).items():
         if getattr(saved_origin, name) != value:
-            raise ContextError(
-                f"the state was saved with another {ORIGIN_LABELS[name]}; use the same, or read the text anew"
-            )
+            fact = f"the state was saved with another {ORIGIN_LABELS[name]}"
+            raise ContextError(f"{fact}; use the same, or read the text anew")
     cells_by_pool = _cells(payload[HEAD.size + size :], counts, leaves)
     for saved_cells in cells_by_pool.values():
         is_owned = (saved_cells.sets > 0) & (saved_cells.sets < bit(len(seqs)))

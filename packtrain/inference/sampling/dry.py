@@ -27,8 +27,7 @@ def dry_penalty(
     logits = c.logits.copy()
     for id, length in _repetition_lengths(recent_ids, max_length).items():
         if length >= allowed_length and () not in breakers.get(id, ()):
-            power = length - allowed_length
-            power = min(power, max_power) if max_power else power
+            power = min(length - allowed_length, max_power or length)
             logits[c.ids == id] -= multiplier * base**power
     return Candidates(c.ids, logits, False)
 
@@ -81,9 +80,8 @@ def find_breakers(
         breaker, tails = text.encode()[:MAX_BREAKER_NBYTES], dict[int, tuple[int, ...]]()
         for id, piece in enumerate(token_pieces):
             counts = range(1, min(len(breaker), len(piece) + 1))
-            overlaps = (
-                [0] if breaker in piece else [n for n in counts if piece.endswith(breaker[:n])]
-            )
+            partial_counts = [n for n in counts if piece.endswith(breaker[:n])]
+            overlaps = [0] if breaker in piece else partial_counts
             for n in overlaps:
                 if n not in tails:
                     breaker_rest = breaker[n:].decode(errors="ignore")

@@ -32,6 +32,7 @@ class Constraint(Protocol):
 
 # a result that leaves the device: the token, candidates or all logits
 SamplerInput = int | Candidates | np.ndarray
+InfillTokens = tuple[Callable[[int], bytes], Sequence[int]]
 SamplerStep = Callable[["Chain", Candidates, np.random.Generator], Candidates]
 SAMPLER_STEPS: dict[str, SamplerStep] = {
     "penalties": lambda chain, c, rng: chain.penalised(c),
@@ -45,6 +46,7 @@ SAMPLER_STEPS: dict[str, SamplerStep] = {
     "xtc": lambda chain, c, rng: samplers.xtc(
         c, chain.sampling.xtc_probability, chain.sampling.xtc_threshold, rng
     ),
+    "infill": lambda chain, c, rng: samplers.infill(c, *chain.infill_tokens),
     "temperature": lambda chain, c, rng: samplers.dynamic_temperature(
         c, chain.sampling.temp, chain.sampling.dynatemp_range, chain.sampling.dynatemp_exp
     ),
@@ -57,21 +59,26 @@ class Chain:
 
     def __init__(
         self, sampling: Sampling, seed: int = 0, recent: Iterable[int] = (), breakers: Breakers | None = None,
-        constraint: Constraint | None = None,
+        constraint: Constraint | None = None, infill_tokens: InfillTokens = (lambda id: b"", ()),
     ) -> None:  # fmt: skip
-        """recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`. Raises InputError."""
+        """Create a chain. `infill_tokens`: the text of a token, and ids that end a gap. Raises InputError.
+
+        recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`
+        """
         self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling
         self.seed, self.index = seed, 0
         self.whole = False  # whether all logits must leave the device
         self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
         self._breakers, self._biases = breakers or {}, sampling.biases
+        self.infill_tokens: InfillTokens = infill_tokens
         self._sampler_steps = [SAMPLER_STEPS[name] for name in sampling.order]
         self._place = SamplerCut() if constraint else base_cut(sampling)  # grammars need all logits
 
     def copy(self) -> "Chain":
         """Return an independent chain in the same state."""
-        duplicate = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
+        tokens = self._breakers, self._constraint, self.infill_tokens
+        duplicate = Chain(self.sampling, self.seed, self.recent, *tokens)
         duplicate.index, duplicate.mu, duplicate.whole = self.index, self.mu, self.whole
         return duplicate
 
@@ -110,18 +117,16 @@ class Chain:
 
     def remaining_candidates(self, logits: np.ndarray) -> Candidates:
         """Return the candidates that the samplers leave, from which `choose` would draw. Raises InputError."""
-        return self._filter(
-            self._allowed(logits), len(logits), samplers.token_rng(self.seed, self.index)
-        )
+        rng = samplers.token_rng(self.seed, self.index)
+        return self._filter(self._allowed(logits), len(logits), rng)
 
     def _draw_next(self, c: Candidates, vocab_size: int) -> int:
         """Apply the samplers to candidates and return the token that is drawn from the rest."""
         rng = samplers.token_rng(self.seed, self.index)
         c = self._filter(c, vocab_size, rng)
         id = samplers.draw_token(c, rng)
-        if self.sampling.mirostat:
-            settings = self.sampling
-            self.mu = update_mu(c, id, self.mu, settings.mirostat_ent, settings.mirostat_lr)
+        if (s := self.sampling).mirostat:
+            self.mu = update_mu(c, id, self.mu, s.mirostat_ent, s.mirostat_lr)
         return id
 
     def _filter(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
@@ -172,6 +177,5 @@ def check_finite_logits(ids: np.ndarray, logits: np.ndarray) -> None:
 
 
 def not_finite_error(id: int) -> InputError:
-    return InputError(
-        f"the logit of token {id} is not finite; the model's weights must give finite numbers"
-    )
+    fact = f"the logit of token {id} is not finite"
+    return InputError(f"{fact}; the model's weights must give finite numbers")

@@ -5,11 +5,13 @@ returns Candidates; arrays are never changed in place.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
+MAX_INFILL_CANDIDATES = 128
 MAX_LOOKUPS = 1000  # fewer candidates are looked up one by one
 
 
@@ -86,11 +88,9 @@ def recent_penalties(
     seen_ids, counts = np.unique(np.asarray(recent_ids, np.int64), return_counts=True)
     at = np.minimum(np.searchsorted(seen_ids, c.ids), len(seen_ids) - 1)
     is_seen = seen_ids[at] == c.ids
-    old = c.logits[is_seen]
-    logits = c.logits.copy()
-    logits[is_seen] = (
-        np.where(old > 0, old / repeat, old * repeat) - counts[at[is_seen]] * frequency - presence
-    )
+    old, logits = c.logits[is_seen], c.logits.copy()
+    repeated = np.where(old > 0, old / repeat, old * repeat)
+    logits[is_seen] = repeated - counts[at[is_seen]] * frequency - presence
     return Candidates(c.ids, logits, False)
 
 
@@ -147,8 +147,7 @@ def typical(c: Candidates, p: float) -> Candidates:
         return c
     c = ranked(c)
     c = c.select(np.isfinite(c.logits))
-    token_probs = probabilities(c.logits)
-    token_probs = np.maximum(token_probs, np.finfo(float).tiny)  # so that their surprise is finite
+    token_probs = np.maximum(probabilities(c.logits), np.finfo(float).tiny)  # of finite surprise
     order = np.argsort(np.abs(-np.log(token_probs) - entropy(token_probs)), kind="stable")
     kept_indices = order[: int(np.searchsorted(np.cumsum(token_probs[order]), p, side="right")) + 1]
     return c.select(np.sort(kept_indices))
@@ -179,6 +178,30 @@ def xtc(
     c = ranked(c)
     num_likely = int(np.count_nonzero(probabilities(c.logits) >= threshold))
     return c.select(slice(max(num_likely - 1, 0), None))
+
+
+def infill(c: Candidates, piece: Callable[[int], bytes], end_ids: Sequence[int]) -> Candidates:
+    """Keep tokens of a gap, of the 128 likeliest, if they are much likelier than its end: llama.cpp's sampler.
+
+    A token and those that begin with it count as the likeliest of them. `end_ids`: tokens that end the gap, the first
+    of which stands for all where no other token has a probability of 0.2.
+    """
+    c = top_k(c, MAX_INFILL_CANDIDATES)
+    probs, is_end = probabilities(c.logits), np.isin(c.ids, end_ids)
+    end_prob = float(probs[is_end].sum())
+    if 3 * end_prob * len(c.ids) > 1 - end_prob:
+        return c.select(is_end)
+    pieces = [piece(id) for id in c.ids.tolist()]
+    for i, j in product(range(len(pieces)), repeat=2):
+        if i != j and pieces[i] and probs[i] and probs[j] and pieces[j].startswith(pieces[i]):
+            target, source = (j, i) if probs[j] > probs[i] else (i, j)
+            probs[target], probs[source] = probs[i] + probs[j], 0
+    is_likely = probs >= 0.2
+    num_likely = np.count_nonzero(is_likely & ~is_end)
+    if not num_likely:
+        return Candidates(np.array(end_ids[:1]), np.zeros(1), True) if end_ids else c
+    is_kept = is_likely | is_end
+    return c.select(is_end | (is_kept & (probs * (num_likely + 1) >= probs[is_kept].sum())))
 
 
 def temperature(c: Candidates, temp: float) -> Candidates:

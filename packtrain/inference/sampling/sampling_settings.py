@@ -17,6 +17,7 @@ SAMPLER_ORDER = (
     "temperature",
 )  # fmt: skip
 ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical": "typ_p"}
+OPTIONAL = "infill"  # in no default, but all clients of /infill name it
 BIAS_PATTERN = re.compile(r"(\d+)([+-])(.+)")
 MAX_SETTING = 1e30  # with larger settings sums are no longer finite
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
@@ -50,9 +51,7 @@ class Sampling:
         1.0, "keep tokens of typical surprise whose probabilities add up to this; 1: all", flags="--typical-p",
         min_value=0, max_value=1,
     )  # fmt: skip
-    tfs: float = SAMPLING(
-        1.0, "tail-free sampling keeps this share; 1: all", min_value=0, max_value=1
-    )
+    tfs: float = SAMPLING(1.0, "tail-free sampling keeps this share; 1: all", min_value=0, max_value=1)  # fmt: skip
     xtc_probability: float = SAMPLING(
         0.0, "how often the likeliest tokens are excluded; 0: never", min_value=0, max_value=1
     )
@@ -72,20 +71,14 @@ class Sampling:
     dry_multiplier: float = SAMPLING(
         0.0, "DRY: penalty on tokens that extend a repetition; 0: none", min_value=0, max_value=MAX_SETTING,
     )  # fmt: skip
-    dry_base: float = SAMPLING(
-        1.75, "DRY: the penalty grows by this for each token repeated", min_value=1
-    )
+    dry_base: float = SAMPLING(1.75, "DRY: the penalty grows by this for each token repeated", min_value=1)  # fmt: skip
     dry_allowed_length: int = SAMPLING(2, "DRY: repetitions this long are free", min_value=0)
-    dry_penalty_last_n: int = SAMPLING(
-        64, "DRY: how many tokens are searched; -1: all", min_value=-1
-    )
+    dry_penalty_last_n: int = SAMPLING(64, "DRY: how many tokens are searched; -1: all", min_value=-1)  # fmt: skip
     dry_sequence_breaker: tuple[str, ...] = SAMPLING(
         (),
         "DRY: text that ends repetitions; repeatable; none: no text (default: line feed, :, quote, *)",
     )
-    mirostat: int = SAMPLING(
-        0, "1 or 2: Mirostat instead of the other samplers", min_value=0, max_value=2
-    )
+    mirostat: int = SAMPLING(0, "1 or 2: Mirostat instead of the other samplers", min_value=0, max_value=2)  # fmt: skip
     mirostat_lr: float = SAMPLING(0.1, "Mirostat's learning rate, eta", min_value=0)
     mirostat_ent: float = SAMPLING(5.0, "Mirostat's target of surprise, tau, in bits", min_value=0)
     logit_bias: tuple[str, ...] = SAMPLING(
@@ -141,12 +134,13 @@ def parse_samplers(names: str) -> tuple[str, ...]:
 def canonical_name(sampler_name: str) -> str:
     """Return the name that SAMPLER_ORDER has for a sampler: top_k for top-k and topk. Raises InputError."""
     normalized = sampler_name.strip().lower()
-    canonical_names = {sampler.replace("_", ""): sampler for sampler in SAMPLER_ORDER} | ALIASES
+    names = *SAMPLER_ORDER, OPTIONAL
+    canonical_names = {sampler.replace("_", ""): sampler for sampler in names} | ALIASES
     sampler = canonical_names.get(normalized.replace("-", "").replace("_", ""))
     if sampler is None:
-        suggestion = did_you_mean(normalized, SAMPLER_ORDER)
+        suggestion = did_you_mean(normalized, names)
         fact = f"--samplers: there is no sampler {sampler_name!r}"
-        raise InputError(f"{fact}; there are {', '.join(SAMPLER_ORDER)}{suggestion}")
+        raise InputError(f"{fact}; there are {', '.join(names)}{suggestion}")
     return sampler
 
 

@@ -22,9 +22,8 @@ class Dataset:
 
     def __init__(self, columns: Mapping[str, Any], *, shard: int = 1) -> None:
         if not isinstance(columns, Mapping):
-            raise InputError(
-                f"a dataset is a dict of arrays by the names of the model's inputs, not a {type(columns).__name__}"
-            )
+            fact = "a dataset is a dict of arrays by the names of the model's inputs"
+            raise InputError(f"{fact}, not a {type(columns).__name__}")
         self.columns: Values = {name: _as_array(name, column) for name, column in columns.items()}
         self.shard = shard
         scalar_names = [name for name, column in self.columns.items() if not column.ndim]
@@ -74,9 +73,8 @@ class Dataset:
         places = np.asarray(order)
         is_invalid = places.dtype.kind not in "iu" or places.ndim != 1
         if is_invalid or (places.size and not 0 <= places.min() <= places.max() < len(self)):
-            raise InputError(
-                f"an order lists positions of datapoints, whole numbers from 0 to {len(self) - 1}"
-            )
+            fact = "an order lists positions of datapoints"
+            raise InputError(f"{fact}, whole numbers from 0 to {len(self) - 1}")
         return places
 
 

@@ -30,9 +30,9 @@ from packtrain.devtools.bench.timing import paired
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import target
 from packtrain.kernels.quant.quantized_arrays import dequantize
-from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model
+from tests.models import initial_weights
 
 WARM = 3  # steps that do not count: compiling, and tables made once
 LIKE = 0.01  # by how much losses of the first step may differ, relatively
@@ -108,7 +108,7 @@ def theirs(
     if base is None:
         config = PRESETS[preset]
         batch = training.batch_of(config, training.ROWS[preset], config.context_length)
-        model: Any = Llama(config, transformer.initial_weights(config), real=compiled)
+        model: Any = Llama(config, initial_weights(config), real=compiled)
     else:
         file = open_model(base)
         config = file.config

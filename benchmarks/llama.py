@@ -25,12 +25,12 @@ from packtrain.dtypes import f16
 from packtrain.gguf import MetadataValue as Entry
 from packtrain.inference.generator import Generator
 from packtrain.kernels.runtime.environment import has_cpu_feature
-from packtrain.models import transformer
 from packtrain.models.activation_rounding import F32, Q8
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model, save_model
 from packtrain.models.model_with_adapters import has_roundable_weights, with_activations
 from packtrain.workflows.quantization import QuantizeSettings, quantize
+from tests.models import initial_weights
 
 PROGRAM = "llama-bench"
 PRESET, TYPES = "110m", ("F16", "Q8_0", "Q4_0", "Q4_K_M")
@@ -176,7 +176,7 @@ def write_random_preset(folder: Path, name: str, pure: bool = False) -> Path:
     f32_path, path = folder / "F32.gguf", folder / f"{name}.gguf"
     if not f32_path.exists():
         config = PRESETS[PRESET]
-        values = transformer.initial_weights(config)
+        values = initial_weights(config)
         save_model(
             f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random"
         )

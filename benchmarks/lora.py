@@ -31,6 +31,7 @@ from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import PlanSearch
 from packtrain.planner.speed_probe import measure_rates
 from packtrain.planner.step_shape import BaseModel, StepShape
+from tests.models import initial_weights
 
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = Config(128_256, 2048, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False)
@@ -76,7 +77,7 @@ def theirs() -> dict[str, float]:
     batch = training.batch_of(config, 1, training.FILE_CONTEXT)
     release_memory()
     with MemoryPeak() as peak:
-        model = Tuned(config, transformer.initial_weights(config), RANK, 2.0)
+        model = Tuned(config, initial_weights(config), RANK, 2.0)
         seconds = best_seconds(torch_peer.training(model, batch, False, False))
     return {"bytes": peak.nbytes - peak.baseline, "seconds": seconds}
 

@@ -26,10 +26,10 @@ from pathlib import Path
 
 from benchmarks.llama import PRESET, vocabulary
 from packtrain.common.events import Events
-from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model, save_model
 from packtrain.workflows.quantization import QuantizeSettings, quantize
+from tests.models import initial_weights
 
 CLIENTS, TOKENS, LONG, SHORT, CONTEXT = 8, 64, 4000, 20, 8192
 START_TIMEOUT_SECONDS = 300.0  # seconds until a server must answer
@@ -105,7 +105,7 @@ def write_preset_model(folder: Path) -> Path:
     """The preset with random weights and a long context, in Q4_K_M."""
     f32_path, path = folder / "F32.gguf", folder / "Q4_K_M.gguf"
     config = replace(PRESETS[PRESET], context_length=CONTEXT)
-    values = transformer.initial_weights(config)
+    values = initial_weights(config)
     save_model(f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
     quantize(QuantizeSettings(f32_path, path, path.stem), Events())
     return path

@@ -5,8 +5,8 @@ from packtrain import kernels
 from packtrain.devtools.bench.bench_ops import BACK, FORWARD
 from packtrain.devtools.bench.timing import burst_seconds, timed_steps
 from packtrain.devtools.bench.training import LR, MAX_NORM, ROWS, batch_of
-from packtrain.models import transformer
 from packtrain.models.config import PRESETS
+from tests.models import initial_weights
 
 torch = kernels.torch()
 
@@ -38,7 +38,7 @@ def steps(threads, preset, compiled, bf16):
     """Steps of the same model, values and tokens as ours."""
     torch.set_num_threads(threads)
     config = PRESETS[preset]
-    model = Llama(config, transformer.initial_weights(config), real=compiled)
+    model = Llama(config, initial_weights(config), real=compiled)
     batch = batch_of(config, ROWS[preset], config.context_length)
     return timed_steps(training(model, batch, compiled, bf16))
 

@@ -21,7 +21,6 @@ from packtrain import kernels
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.memory import private_nbytes
 from packtrain.engine.optim import AdamW
-from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.planner.training_plans import make_plans
 from packtrain.training.monitoring import METRICS_FILE, RunMonitor
@@ -30,6 +29,7 @@ from packtrain.training.train_settings import TrainSettings
 from packtrain.training.training_engine import TrainingEngine
 from packtrain.training.training_job import TrainingJob, build_job
 from packtrain.training.training_loop import TrainingLoop
+from tests.models import initial_weights
 
 REPORT_EVERY = 100
 OTHER = 1_000_003  # between the seeds of the two sides' initial values
@@ -61,7 +61,7 @@ def theirs(job: TrainingJob) -> float:
     from benchmarks.torch_llama import Llama, Trained, optimizer
 
     s = job.settings
-    model = Llama(job.config, transformer.initial_weights(job.config, s.seed + OTHER))
+    model = Llama(job.config, initial_weights(job.config, s.seed + OTHER))
     o = job.optimizer
     assert isinstance(o, AdamW)
     update = optimizer(model, o.lr, (o.beta1, o.beta2), o.weight_decay)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 import packtrain as pt
-from packtrain.inference.kv_cache.kv_cells import CellTable
+from packtrain.inference.kv_cache.cell_pools import CellPools
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
@@ -68,12 +68,13 @@ def learn(
 
 def go_on(config: Config, trainer: pt.Trainer, prompt_ids: np.ndarray, count: int) -> np.ndarray:
     """The wave, and `count` likeliest tokens after it, each fed back through the cache."""
-    weights, cells = transformer.weights(config), CellTable(config.context_length)
+    weights, cells = transformer.weights(config), CellPools(config.context_length, sequences=1)
     logits, handles = generation(config, weights, 1, CacheLayout(config.context_length))
     decode = trainer.session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
     tokens, zeros = [*prompt_ids], np.zeros(1, np.int32)
     for at in range(len(prompt_ids) + count - 1):
-        fed = cells.feed_inputs(np.array([tokens[at]], np.int32), zeros, zeros)
+        token = cells.place_tokens(np.array([tokens[at]], np.int32), [(0,)])
+        fed = cells.inputs(token, size=1) | {"rows": zeros}
         choice = int(decode(fed)["logits"].argmax())
         if at + 1 == len(tokens):
             tokens.append(choice)

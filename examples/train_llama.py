@@ -6,7 +6,7 @@ import numpy as np
 
 import packtrain as pt
 from packtrain.engine.optim import AdamW, training_graph
-from packtrain.inference.kv_cache.kv_cells import CellTable
+from packtrain.inference.kv_cache.cell_pools import CellPools
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
@@ -27,7 +27,7 @@ def main() -> None:
     session = pt.Session()
     train = session.executor(pt.place(step_graph))
     decode = session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
-    session.set(transformer.initial_weights(config))
+    transformer.initialize_weights(config, 0, session.fill)
     print(train.plan.arena())
 
     rng = np.random.default_rng(0)
@@ -45,11 +45,12 @@ def main() -> None:
         if t == 1 or t % 20 == 0:
             print(f"step {t:4}  loss {outputs['loss']:.3f}")
 
-    cells, generated = CellTable(CELLS), list(b"import ")
+    cells, generated = CellPools(CELLS, sequences=1), list(b"import ")
     zeros = np.zeros(1, np.int32)
     for i in range(60):
-        token = np.array([generated[i]], np.int32)
-        choice = int(decode(cells.feed_inputs(token, zeros, zeros))["logits"].argmax())
+        token = cells.place_tokens(np.array([generated[i]], np.int32), [(0,)])
+        fed = cells.inputs(token, size=1) | {"rows": zeros}
+        choice = int(decode(fed)["logits"].argmax())
         if i + 1 == len(generated):
             generated.append(choice)
     print(repr(bytes(generated).decode(errors="replace")))

@@ -123,3 +123,12 @@ def same_bits(got: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     return got.keys() == expected.keys() and all(
         np.asarray(got[k]).tobytes() == np.asarray(expected[k]).tobytes() for k in expected
     )
+
+
+def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Values with which training begins, by name."""
+    values = {
+        name: np.empty(leaf.shape, np.float32) for name, leaf in transformer.weights(config).items()
+    }
+    transformer.initialize_weights(config, seed, lambda name, fill: fill(values[name]))
+    return values

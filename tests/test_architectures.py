@@ -23,6 +23,7 @@ from packtrain.models.config import Config, RopeScaling
 from packtrain.models.model_file import open_model
 from packtrain.models.model_metadata import model_metadata
 from tests.architectures import BIASES, CONFIGS, YARN, random_model, random_weights, vocabulary
+from tests.cell_inputs import feed_inputs
 from tests.checks import assert_slope, slope
 from tests.models import bind_graph, logits_graph, relative_error, seeded_batch
 from tests.numpy_models import Model
@@ -201,7 +202,7 @@ def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash
         tokens, seqs = TOKENS[start : start + size], np.zeros(size, np.int32)
         rows = np.arange(size, dtype=np.int32)
         parts.append(
-            run(cells.feed_inputs(tokens, seqs, rows, flash=flash, state_table=states))["logits"]
+            run(feed_inputs(cells, tokens, seqs, rows, flash=flash, state_table=states))["logits"]
         )
     assert max_error(np.concatenate(parts), name) <= F32
 
@@ -223,7 +224,7 @@ def test_chunks_that_end_within_a_text(flash: bool) -> None:
     )
     rows = np.arange(TIME, dtype=np.int32)
     run = bind_graph(Graph([logits], handles), graph_weights(Graph([logits], handles), weights))
-    actual = run(cells.feed_inputs(TOKENS, 0 * rows, rows, flash=flash))["logits"]
+    actual = run(feed_inputs(cells, TOKENS, 0 * rows, rows, flash=flash))["logits"]
     assert np.abs(actual - expected).max() <= F32
 
 

@@ -33,11 +33,11 @@ from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, MatrixProd
 from packtrain.dtypes import DTYPES
 from packtrain.engine import ops
 from packtrain.engine.step import KernelStep
-from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.planner.cost_model import CACHE_NBYTES
 from packtrain.planner.speed_probe import DEFAULT_RATES
 from tests import checks
+from tests.models import initial_weights
 
 RATES = machine_rates.MachineRates(fma_one=5e8, fma=1e9, product=8e8, cache_bandwidth=1e9, far=1e8)
 SETTINGS = ["--rounds", "1", "--preset", "1m"]
@@ -453,9 +453,7 @@ def test_rope_in_real_numbers_is_rope() -> None:
     batch = training.batch_of(config, 2, 16)
     ids = [llama.torch.from_numpy(batch[name]).long() for name in ("tokens", "targets")]
     pos_inputs = None, llama.torch.from_numpy(batch["pos"]).long(), llama.torch.zeros(2, 16)
-    models = [
-        llama.Llama(config, transformer.initial_weights(config), real) for real in (False, True)
-    ]
+    models = [llama.Llama(config, initial_weights(config), real) for real in (False, True)]
     for args in (ids, [*ids, *pos_inputs]):
         complex_loss, real_loss = (model(*args).item() for model in models)
         assert complex_loss == pytest.approx(real_loss, rel=1e-6)

@@ -296,6 +296,26 @@ def change_imatrix(path: Path, **tensors: np.ndarray | None) -> Path:
     return to
 
 
+def test_an_importance_matrix_that_does_nothing_or_is_of_another_model_is_said(
+    measured: Path, settings: QuantizeSettings, capsys: pytest.CaptureFixture[str]
+):
+    request = replace(settings, calibrate=None, imatrix=measured, overwrite=True)
+    no_effect = "--imatrix has no effect: no matrix gets a type that can weigh errors"
+    for type_name, is_said in (("F16", True), ("Q8_0", True), ("Q4_0", False)):
+        quantize.run(replace(request, type=type_name))
+        assert (no_effect in capsys.readouterr().err) == is_said
+    tensors = {
+        f"blk.9.attn_q.weight.{n}": np.ones(k, "f4") for n, k in (("in_sum2", 8), ("counts", 1))
+    }
+    other = change_imatrix(measured, **tensors)
+    quantize.run(replace(request, type="Q4_0", imatrix=other))
+    said = capsys.readouterr().err
+    assert (
+        "has weights for matrices that" in said
+        and "the first: blk.9.attn_q.weight; it may be of another model" in said
+    )
+
+
 def test_a_model_with_damaged_weights_has_no_importance_matrix(
     settings: QuantizeSettings, tmp_path: Path
 ):

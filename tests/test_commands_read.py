@@ -16,8 +16,10 @@ from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.options import from_values
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.gguf import MetadataValue, write_gguf
-from packtrain.models.model_file import open_model
+from packtrain.models.model_file import open_model, save_model
 from packtrain.workflows.text_generation import GenerateSettings
+from tests.architectures import vocabulary
+from tests.models import seeded_weights
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
 
@@ -103,12 +105,34 @@ def test_generate_keeps_what_it_has_when_interrupted(
         ({"stop": ("x", "")}, "--stop: the text is empty"),
         ({"prompt": "a" * 40}, "the prompt has 41 tokens and the context 32"),
         ({"prompt": "a b", "ctx": 2}, "and the context 2; the prompt must fit"),
+        ({"draft_max": 3}, "--draft-max has no effect without --model-draft or --draft-lookup"),
+        (
+            {"draft_lookup": True, "draft_p_min": 0.1},
+            "--draft-p-min has no effect without --model-draft",
+        ),
+        ({"dynatemp_exp": 2.0}, "--dynatemp-exp has no effect without --dynatemp-range"),
+        ({"xtc_threshold": 0.2}, "--xtc-threshold has no effect without --xtc-probability"),
+        ({"dry_base": 2.0}, "--dry-base has no effect without --dry-multiplier"),
+        ({"dry_sequence_breaker": ("x",)}, "--dry-sequence-breaker has no effect without --dry"),
+        ({"mirostat_ent": 4.0}, "--mirostat-ent has no effect without --mirostat"),
     ],
 )
 def test_generate_says_what_is_wrong(model: Path, change: dict[str, object], line: str) -> None:
     with pytest.raises(InputError) as error:
         generate.run(GenerateSettings(model, **change))  # type: ignore[arg-type]
     assert line in str(error.value)
+
+
+def test_generate_says_that_sampling_advised_by_the_file_is_not_read(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    advice = {"general.sampling.temp": MetadataValue("f32", 0.6)}
+    weights = seeded_weights(CONFIG)
+    save_model(tmp_path / "m.gguf", CONFIG, vocabulary() | advice, weights.__getitem__, name="m")
+    generate.run(GenerateSettings(tmp_path / "m.gguf", prompt="a", n_predict=1))
+    assert (
+        "has keys general.sampling, which are not read: only flags count" in capsys.readouterr().err
+    )
 
 
 def test_generate_warns_of_a_context_the_model_was_not_made_for(

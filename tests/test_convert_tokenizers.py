@@ -424,6 +424,7 @@ def test_flags_of_tokens_that_two_files_state_otherwise_are_refused(
         {"bos_token": "<s>"},
         {"additional_special_tokens": ["<s>"]},
         {"extra_special_tokens": {"end": {"content": "<s>"}}},
+        {"extra_special_tokens": ["<s>"]},
         {"added_tokens_decoder": {"1": added(1, "<s>")}},
     ],
 )
@@ -456,6 +457,19 @@ def test_special_tokens_that_would_be_split_are_said(tmp_path: Path) -> None:
     notes: list[str] = []
     written_tokenizer(folder_of(tmp_path, bytes_json(), split_special_tokens=True), notes)
     assert notes and "split_special_tokens is true: special tokens are split there" in notes[0]
+
+
+@pytest.mark.parametrize("field", [
+    {"eos_token": "<none>"}, {"pad_token": {"content": "<none>"}}, {"additional_special_tokens": ["<none>"]},
+    {"extra_special_tokens": ["</s>", "<none>"]}, {"image_token": "<none>"},
+])  # fmt: skip
+def test_special_tokens_that_the_vocabulary_does_not_have_are_said(
+    field: dict[str, Any], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    tokenizer = written_tokenizer(folder_of(tmp_path, bytes_json(), **field), notes)
+    assert tokenizer.eos == 2
+    assert len(notes) == 1 and "the vocabulary has no tokens '<none>', as" in notes[0]
 
 
 def test_two_texts_with_one_id_are_refused(tmp_path: Path) -> None:

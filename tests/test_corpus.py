@@ -276,6 +276,14 @@ def test_bad_folders(tmp_path: Path):
         documents.find_sources(tmp_path)
 
 
+def test_a_separator_without_plain_text_is_refused(tmp_path: Path, vocab: Path):
+    write_files(tmp_path, a_jsonl='{"text": "a b c"}', b_txt="a")
+    recipe = text_of(tmp_path / "a.jsonl", vocab, separator="##")
+    with pytest.raises(InputError, match=r"--separator: .*a\.jsonl is no plain text to divide"):
+        write_corpus(recipe, tmp_path, silent)
+    write_corpus(text_of(tmp_path, vocab, separator="##"), tmp_path, silent)
+
+
 def test_texts_too_short_to_divide(tmp_path: Path, vocab: Path):
     with pytest.raises(InputError, match="leaves no text for training"):
         parts_of(write_text(tmp_path, "a"), vocab, val_split=0.1)

@@ -15,6 +15,7 @@ from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, make_plans
 from packtrain.training.lr_schedule import LrSchedule
 from packtrain.training.training_engine import TrainingEngine
+from tests.cell_inputs import feed_inputs
 from tests.models import CONFIG, seeded_batch, seeded_weights
 
 ROWS, TIME = 4, 16
@@ -132,8 +133,8 @@ def test_accuracy_counts_the_targets_that_were_likeliest():
     run = model_engine.session.executor(place(Graph({"logits": logits}, handles)))
     likeliest = []
     for row in range(ROWS):
-        fed = CellTable(TIME).feed_inputs(
-            inputs["tokens"][row], inputs["seq"][row], np.arange(TIME)
+        fed = feed_inputs(
+            CellTable(TIME), inputs["tokens"][row], inputs["seq"][row], np.arange(TIME)
         )
         likeliest.append(run(fed)["logits"].argmax(-1))
     inputs["targets"][:, ::2] = np.array(likeliest)[:, ::2]

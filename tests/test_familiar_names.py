@@ -116,3 +116,6 @@ def test_a_setting_stands_once_in_a_file(tmp_path):
     path.write_text("lr: 1e-3\nlearning_rate: 1e-4\nlora-rank: 4")
     with pytest.raises(InputError, match=r"run.yaml: lr and learning_rate are one setting; leave"):
         read_yaml(TuneSettings, path)
+    path.write_text("lr: 1e-3\niters: 2\nlr: 1e-4\n")
+    with pytest.raises(InputError, match=r"run.yaml: lr is there twice; leave one of them out"):
+        read_yaml(TuneSettings, path)

@@ -523,6 +523,8 @@ def test_merging_adapters_with_scales(folder, tmp_path, capsys):
     [
         (["--lora-modules", "attn_x"], "--lora-modules: 'attn_x' is not a matrix of the model; choose all, attn"),
         (["--lora-rank", "many"], "--lora-rank many: it must be from 1 to 4096, or NAME=RANK"),
+        (["--lora-rank", "8"], "--lora-rank 8: another is for *, too; give one of them"),
+        (["--lora-rank", "attn_q=8", "--lora-rank", "attn_q=4"], "another is for attn_q, too"),
         (["--lora-rank", "attn_x=3"], "--lora-rank attn_x=3: it must be for one of attn_q"),
         (["--rslora", "--lora-rank", "attn_q=2"], "--rslora: all ranks must be equal"),
         (["--full", "--freeze", "*"], "--freeze: nothing is left to train"),

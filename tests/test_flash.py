@@ -136,6 +136,19 @@ def test_a_backend_without_attention_runs_what_is_written_out(monkeypatch: pytes
     assert np.array_equal(actual, expected)
 
 
+def test_a_context_of_a_file_asks_the_backend(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Lesser, "alloc", Host.alloc)
+    lesser, said = Lesser("lesser", missing_ops=("attention_cells",)), list[str]()
+    options = {"cells": 32, "cache": "f32"}
+    on_lesser = options | {"target": Target.for_backend(lesser), "say": said.append}
+    unfused = pt.Context(path, **on_lesser)
+    assert not unfused.config.flash and "attention is written out: lesser has no" in said[0]
+    fused = pt.Context(path, **options)
+    assert fused.config.flash
+    logits = unfused.decode([1, 2, 3])
+    assert np.abs(logits - fused.decode([1, 2, 3])).max() <= 1e-5 * np.abs(logits).max()
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("flash") / "a.gguf"

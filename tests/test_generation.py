@@ -15,6 +15,7 @@ from packtrain.kernels.quant import quantized_arrays
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
+from tests.cell_inputs import feed_inputs
 from tests.models import CONFIG, bind_graph, logits_graph, same_bits, seeded_weights
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -50,7 +51,7 @@ class Cached:
         count = len(tokens)
         size = min(size for size in self.sizes if size >= count)
         rows = np.append(np.arange(count), np.full(size - count, -1))
-        feeds = self.cells.feed_inputs(tokens, seqs, rows, size=size, max_sequences=SEQUENCES)
+        feeds = feed_inputs(self.cells, tokens, seqs, rows, size=size, max_sequences=SEQUENCES)
         return self.runs[size](feeds)["logits"][:count]
 
     def feed_sequence(self, seq: int, tokens: np.ndarray, chunk: int = 8) -> np.ndarray:
@@ -127,7 +128,7 @@ def test_logits_of_the_wanted_rows_alone():
     model, tokens = Cached((8,)), random_prompt(8, 1)
     logits, handles = generation(CONFIG, transformer.weights(CONFIG), 8, CacheLayout(CELLS), 2)
     run = bind_graph(Graph([logits], handles), session=model.session)
-    feeds = model.cells.feed_inputs(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
+    feeds = feed_inputs(model.cells, tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
     assert is_close(run(feeds)["logits"], full_logits(tokens)[[7, 2]])
 
 
@@ -213,8 +214,8 @@ def test_a_sequence_is_taken_back_to_an_earlier_position():
 def test_a_reply_stopped_between_two_ops_is_taken_back(after):
     model, tokens = Cached((8,)), random_prompt(16, 1)
     model.feed_sequence(0, tokens[:8])
-    feeds = model.cells.feed_inputs(
-        tokens[8:], np.zeros(8, np.int32), np.arange(8), max_sequences=SEQUENCES
+    feeds = feed_inputs(
+        model.cells, tokens[8:], np.zeros(8, np.int32), np.arange(8), max_sequences=SEQUENCES
     )
     stop_calls = iter(range(1000))
     with pytest.raises(Stopped):
@@ -285,7 +286,7 @@ def test_a_cache_of_halves_is_near_and_rounds_to_nearest():
 def take_cells(cells: CellTable, seq: int, num_tokens: int) -> list[int]:
     """Take cells for the next tokens of a sequence; returns the tokens' positions."""
     tokens = np.zeros(num_tokens, np.int32)
-    return cells.feed_inputs(tokens, np.full(num_tokens, seq), [num_tokens - 1])["pos"].tolist()
+    return feed_inputs(cells, tokens, np.full(num_tokens, seq), [num_tokens - 1])["pos"].tolist()
 
 
 def test_a_full_cache_refuses_and_takes_nothing():
@@ -296,7 +297,7 @@ def test_a_full_cache_refuses_and_takes_nothing():
         take_cells(cells, 1, 3)
     tokens = np.zeros(3, np.int32)
     with pytest.raises(CacheFull):
-        cells.feed_inputs(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
+        feed_inputs(cells, tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
     assert np.array_equal(cells.sets, before[0]) and np.array_equal(cells.pos, before[1])
     cells.drop_positions(0)
     assert not cells.sets.any()

@@ -12,7 +12,9 @@ import pytest
 from packtrain.common.errors import InputError
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.gguf import GGUF, DeferredTensor, GGUFError, MetadataValue, write_gguf
+from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.config import Config
+from packtrain.models.gguf_keys import CHANGING, EPS_KEY, RMS_EPS_KEY, SHARED_KEYS
 from packtrain.models.model_file import open_model, save_model
 from packtrain.models.model_metadata import WINDOWS, model_metadata
 from packtrain.models.per_block_metadata import KV, WINDOW_WIDTHS
@@ -214,6 +216,9 @@ BAD: dict[str, Change] = {
     ),
     "llama.expert_used_count is missing; it must": key("llama.expert_count", "u32", 8),
     "llama.attention.scale is 0.5; it must be 0.0 or left out": key("llama.attention.scale", "f32", 0.5),
+    "llama.router_logit_softcapping is 30.0; it must be left out":
+        key("llama.router_logit_softcapping", "f32", 30),
+    "llama.hidden_activation is 'gelu'; it must be left out": key("llama.hidden_activation", "string", "gelu"),
     "llama.logit_scale is 2.0; it must be left out": key("llama.logit_scale", "f32", 2),
     "llama.rope.freq_base is -1.0; it must be a number above 0": key("llama.rope.freq_base", "f32", -1),
     "layer_norm_rms_epsilon is nan; it must be": key("llama.attention.layer_norm_rms_epsilon", "f32", np.nan),
@@ -232,6 +237,25 @@ BAD: dict[str, Change] = {
     "tensor blk.2.attn_norm.weight is not part": tensor("blk.2.attn_norm.weight", np.ones(24, "f4")),
     "output_norm.weight is of type f64; only f32, f16, bf16, q4_0": tensor("output_norm.weight", np.ones(24)),
 }  # fmt: skip
+
+
+# keys of gguf-py without effect on what the architectures here compute, or read elsewhere
+IDLE_KEYS = """vocab_size context_length embedding_length block_count feed_forward_length features_length
+    tensor_data_layout pooling_type decoder_start_token_id decoder_block_count activation_sparsity_scale
+    altup.active_idx altup.num_inputs {dense}_feat_in {dense}_feat_out classifier.output_labels
+    posnet.embedding_length posnet.block_count convnext.embedding_length convnext.block_count"""
+
+
+def test_every_key_of_gguf_py_is_read_refused_or_without_effect() -> None:
+    constants = pytest.importorskip("gguf.constants")
+    groups = [group for group in vars(constants.Keys).values() if isinstance(group, type)]
+    values = [value for group in groups for value in vars(group).values() if isinstance(value, str)]
+    keys = {v.removeprefix("{arch}.") for v in values if v.startswith("{arch}.")}
+    read = {*SHARED_KEYS, RMS_EPS_KEY, EPS_KEY}.union(
+        *(a.key_defaults for a in ARCHITECTURES.values())
+    )
+    unknown = {k for k in keys - read - {*IDLE_KEYS.split()} if not k.startswith(CHANGING)}
+    assert len(keys) > 100 and not unknown
 
 
 @pytest.mark.parametrize("line", BAD)

@@ -18,6 +18,7 @@ from packtrain.kernels.quant.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
 from packtrain.models.model_file import model_metadata
 from tests import checks
+from tests.models import initial_weights
 from tests.test_model_file import TOKENS, vocabulary
 from tests.test_quant import SCALES
 
@@ -244,8 +245,7 @@ def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
     for blocks in (1, SHAPE.block_count):
         config = replace(SHAPE, block_count=blocks)
         packed = {
-            n: quantize_matrix(v, BLOCK_TYPES["q8_0"])
-            for n, v in transformer.initial_weights(config).items()
+            n: quantize_matrix(v, BLOCK_TYPES["q8_0"]) for n, v in initial_weights(config).items()
         }
         path = tmp_path / f"{blocks}.gguf"
         write_gguf(path, model_metadata(config, "small") | vocabulary(), packed)

@@ -125,6 +125,16 @@ def test_a_setting_without_effect_is_refused(kind, tmp_path, monkeypatch):
     check_effects(kind())
 
 
+@pytest.mark.parametrize(("search", "name", "value"), [
+    ("none", "armijo", 1e-3), ("none", "trials", 3), ("none", "wolfe", 0.5), ("armijo", "wolfe", 0.5),
+])  # fmt: skip
+def test_what_a_line_search_does_not_read_is_refused(search, name, value):
+    settings = {"optimizer": "lbfgs", "line_search": search, name: value}
+    with pytest.raises(InputError, match=f"--{name} has no effect with --line-search none"):
+        check_effects(TrainSettings(**settings))
+    check_effects(TrainSettings(**settings | {"line_search": "wolfe"}))
+
+
 def test_each_rule_has_its_case():
     case_flags = {
         flag.removeprefix("--").removeprefix("no-")

@@ -224,6 +224,31 @@ def test_folders(tmp_path: Path):
     assert template_named() == [("train.jsonl", "train"), ("valid.json.gz", "valid")]
 
 
+@pytest.mark.parametrize("name", [
+    "test.jsonl", "validation.jsonl", "gsm8k_test.csv", "my-dev.txt", "test-00000-of-00001.parquet", "Eval.json",
+    "validation-00000-of-00002.parquet", "val_2.txt.gz",
+])  # fmt: skip
+def test_files_that_are_not_for_training_by_their_names_are_not_trained_on(
+    tmp_path: Path, name: str
+):
+    for file_name in ("train-00000-of-00001.jsonl", name):
+        (tmp_path / file_name).write_text("x")
+    with pytest.raises(
+        InputError, match=rf"has {name} beside files to train on; it must have train"
+    ):
+        find_sources(tmp_path, DATA_SUFFIXES)
+    (tmp_path / "train-00000-of-00001.jsonl").unlink()
+    if name.partition(".")[0] not in ("valid", "val"):
+        assert [s.path.name for s in find_sources(tmp_path, DATA_SUFFIXES)] == [name]
+
+
+def test_names_that_only_begin_like_a_split_are_read(tmp_path: Path):
+    names = ["a.txt", "contest.txt", "devil.txt", "test_of_time.txt", "testimony.txt"]
+    for name in names:
+        (tmp_path / name).write_text("x")
+    assert [s.path.name for s in find_sources(tmp_path, DATA_SUFFIXES)] == names
+
+
 @pytest.mark.parametrize("arguments", ["", " ", None, {}])
 def test_a_call_without_arguments(tmp_path: Path, arguments: Any):
     turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
@@ -536,6 +561,27 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
     renamed = prepare_dataset(moved, cache, lambda sentence: None)
     assert renamed.notes == ("other.jsonl: 1 record of messages", *first.notes[1:])
     assert renamed.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(("option", "flag"), [
+    ({"last_only": True}, "--train-on"), ({"truncate": "drop"}, "--truncate"),
+    ({"template": TEMPLATE}, "--chat-template"),
+])  # fmt: skip
+def test_settings_of_conversations_are_said_to_have_no_effect_on_texts(
+    tmp_path: Path, model: Path, option: dict[str, Any], flag: str
+):
+    (tmp_path / "texts").mkdir()
+    data = write_data(tmp_path, [{"text": "why so"}])
+    note = f"{flag} has no effect: the data has no conversation"
+    assert note in build_dataset(data, model, tmp_path / "texts", **option).notes
+    data = write_data(tmp_path, [{"messages": PAIR}])
+    assert note not in build_dataset(data, model, tmp_path, **option).notes
+
+
+def test_a_separator_is_for_plain_text(tmp_path: Path, model: Path):
+    data = write_data(tmp_path, [{"messages": PAIR}])
+    with pytest.raises(InputError, match=r"--separator: .*data\.jsonl is no plain text to divide"):
+        build_dataset(data, model, tmp_path, separator="#")
 
 
 def test_what_a_fingerprint_depends_on(tmp_path: Path, model: Path):

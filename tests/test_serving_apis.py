@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from packtrain.serving.anthropic_messages import chat_body
+from packtrain.serving.json_fields import JsonBody
 from packtrain.serving.server_state import StoredResponses
 from tests.clients import Api, model_api, openai
 from tests.test_serving_thoughts import TEMPLATE
@@ -189,20 +191,50 @@ def test_the_anthropic_client_reads_answers_streams_and_counts(api, anthropic_cl
     assert use.type == "tool_use" and use.input["zone"] in ("utc", "cet")
 
 
-@pytest.mark.parametrize("path, fields", [
+ONE_ANSWER = [
     ("/v1/messages", {"messages": ASK, "max_tokens": 4}),
     ("/v1/responses", {"input": "the a", "max_output_tokens": 4}),
-])  # fmt: skip
-def test_apis_of_one_answer_ignore_the_number_of_answers(api, path, fields):
-    one_answer = {"temperature": 0, "seed": 1, **fields}
-    expected, answer = post(api, path, **one_answer), post(api, path, **one_answer, n=3)
-    key = "content" if "content" in answer else "output"
-    texts = [
-        [block.get("text") or block["content"][0]["text"] for block in a[key]]
-        for a in (expected, answer)
-    ]
-    assert texts[0] == texts[1] and len(texts[0]) == 1
-    assert answer["usage"]["output_tokens"] == expected["usage"]["output_tokens"]
+]
+
+
+@pytest.mark.parametrize("path, fields", ONE_ANSWER)
+def test_apis_of_one_answer_refuse_to_write_several_and_to_edit_the_context(api, path, fields):
+    clear_tools = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    for name, value in (("n", 3), ("context_management", clear_tools)):
+        response = httpx.post(f"{api.address}{path}", json={**fields, name: value}, timeout=60)
+        assert response.status_code == 400 and f"{name} is not supported" in response.text
+
+
+@pytest.mark.parametrize("path, fields", ONE_ANSWER)
+def test_apis_of_one_answer_take_what_asks_for_one_and_for_no_edits(api, path, fields):
+    keep_all = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert post(api, path, **fields, n=1, context_management=keep_all)["usage"]
+
+
+@pytest.mark.parametrize("content", ["no such zone", [{"type": "text", "text": "no such zone"}]])
+def test_a_model_sees_that_a_tool_failed(api, content):
+    use = {"type": "tool_use", "id": "c1", "name": "get_time", "input": {"zone": "moon"}}
+    counts, prompts = {}, {}
+    for is_error in (False, True):
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "c1",
+            "content": content,
+            "is_error": is_error,
+        }
+        turns = [
+            *ASK,
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+        fields = {"messages": turns, "max_tokens": 1, "tools": [ANTHROPIC_TOOL]}
+        counts[is_error] = post(api, "/v1/messages/count_tokens", **fields)["input_tokens"]
+        prompts[is_error] = chat_body(JsonBody(fields)).get("messages")[-1]["content"]
+    assert counts[True] > counts[False]
+    assert prompts == {
+        False: content,
+        True: [{"type": "text", "text": "Error:"}, {"type": "text", "text": "no such zone"}],
+    }
 
 
 # ---- /v1/responses

@@ -173,6 +173,20 @@ UNMET: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"thinking": {"type": "on"}}, "thinking.type is 'on'; it must be enabled, adaptive"),
     ("messages", {"tools": [{"name": "f", "parameters": {"type": "object"}}]}, "tools[0].input_schema is required"),
     ("messages", {"mcp_servers": [{"type": "url", "url": "x"}]}, "mcp_servers is not supported"),
+    ("chat/completions", {"system": "be brief"}, "send a message of the system"),
+    ("chat/completions", {"instructions": "be brief"}, "send a message of the system"),
+    ("chat/completions", {"reasoning": {"effort": "none"}}, "send reasoning_effort"),
+    ("chat/completions", {"text": {"format": {"type": "json_object"}}}, "send response_format"),
+    ("chat/completions", {"format": "json"}, "send response_format"),
+    ("chat/completions", {"max_output_tokens": 1}, "send max_tokens"),
+    ("chat/completions", {"thinking_budget_tokens": 5}, "thinking_budget_tokens is not supported"),
+    ("chat/completions", {"extra_body": {"top_k": 1}}, "send each option as a field"),
+    ("completions", {"parameters": {"max_new_tokens": 1}}, "send each option as a field"),
+    ("completions", {"num_beams": 4}, "num_beams is not supported"),
+    ("completions", {"do_sample": False}, "do_sample is not supported"),
+    ("../completion", {"logprobs": 3}, "send n_probs"),
+    ("../completion", {"suffix": "x"}, "suffix is not supported"),
+    ("../completion", {"format": "json"}, "send response_format"),
     ("../completion", {"n": 2}, "n is not supported"),
     ("../completion", {"n_cmpl": 2}, "n_cmpl is not supported"),
     ("../completion", {"grammar_lazy": True}, "grammar_lazy is not supported"),
@@ -182,6 +196,7 @@ UNMET: list[tuple[str, dict[str, Any], str]] = [
 IDLE = {
     "modalities": ["text"], "repetition_penalty": 1.0, "verbosity": "medium", "best_of": 1, "echo": False,
     "min_keep": 0, "grammar_lazy": False, "adaptive_target": -1.0, "image_data": [], "n": 1, "documents": None,
+    "num_beams": 1, "do_sample": True, "guidance_scale": 1.0, "thinking_budget_tokens": -1, "options": {},
 }  # fmt: skip
 
 

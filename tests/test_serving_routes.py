@@ -76,6 +76,9 @@ def test_text_is_filled_in_by_the_order_of_tokens_that_llama_server_has(api):
     answer = post(api, "/infill", input_extra=extra, **CODE, **settings).json()
     expected = post(api, "/completion", prompt=prompt, **settings).json()
     assert answer["prompt"] == expected["prompt"] and answer["content"] == expected["content"]
+    parts = {key: [text[:2], text[2:]] for key, text in CODE.items() if key != "prompt"}
+    split = post(api, "/infill", input_extra=extra, **CODE | parts, **settings).json()
+    assert api.server.tokenizer.add_bos and split["prompt"].count("<s>") == 1
     streamed = post(api, "/infill", input_extra=extra, stream=True, **CODE, **settings).text
     assert streamed.startswith("data: ") and '"stop": true' in streamed
 
@@ -185,6 +188,9 @@ def test_documents_are_ranked_by_the_models_classifier(reranker):
     ({"query": "a", "documents": []}, "'documents' must be a list"),
     ({"query": "a", "documents": [5]}, "'documents' must be a list"),
     ({"query": 5, "documents": ["a"]}, "query must be text"),
+    ({"query": "a", "documents": ["a"], "top_k": 1}, "top_k is not supported; send top_n"),
+    ({"query": "a", "documents": ["a"], "instruction": "x"}, "instruction is not supported"),
+    ({"query": "a", "texts": ["a"], "raw_scores": True}, "raw_scores is not supported"),
 ])  # fmt: skip
 def test_requests_that_cannot_be_ranked_are_refused_by_name(reranker, fields, words):
     answer = post(reranker, "/rerank", **fields)
@@ -199,6 +205,8 @@ def test_ranking_needs_a_reranker(api, tmp_path):
         load_server(ServeSettings(tmp_path / "m.gguf", ctx=64, reranking=True), Events())
     with pytest.raises(InputError, match="reranker has its own pooling"):
         load_server(ServeSettings(tmp_path / "m.gguf", reranking=True, pooling="mean"), Events())
+    with pytest.raises(InputError, match="--pooling has no effect without --embeddings"):
+        load_server(ServeSettings(tmp_path / "m.gguf", pooling="mean"), Events())
     with pytest.raises(InputError, match=r"cls\.output\.weight is not part of a qwen3"):
         open_model(random_reranker(tmp_path / "r.gguf"))
 
@@ -222,6 +230,27 @@ def test_dimensions_are_the_models_own(api):
     assert len(answer.data[0].embedding) == width
     with pytest.raises(openai.BadRequestError, match=f"embeddings have {width}"):
         api.client.embeddings.create(model="m", input="the", dimensions=16)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding"])
+@pytest.mark.parametrize("fields, words", [
+    ({"normalize": False}, "send embd_normalize"), ({"prompt_name": "query"}, "put it into the text"),
+    ({"input_type": "query"}, "put it into the text"), ({"truncate_prompt_tokens": 3}, "leave it out"),
+    ({"output_dtype": "int8"}, "send encoding_format"),
+])  # fmt: skip
+def test_fields_that_change_embeddings_of_other_servers_are_refused(api, path, fields, words):
+    answer = post(api, path, input="the", **fields)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    assert post(api, path, input="the", **dict.fromkeys(fields)).status_code == 200
+
+
+def test_parts_of_a_text_are_tokenized_as_the_text(api):
+    for fields in ({}, {"add_special": True}, {"parse_special": False}):
+        text_ids, list_ids = (
+            post(api, "/tokenize", content=content, **fields).json()["tokens"]
+            for content in ("the<s>", ["the<s>"])
+        )
+        assert text_ids == list_ids, fields
 
 
 def test_without_pooling_each_token_has_a_vector(api, monkeypatch):

@@ -8,6 +8,7 @@ from packtrain.inference.kv_cache.kv_cells import CellTable
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
+from tests.cell_inputs import feed_inputs
 
 CONFIG = Config(
     vocab_size=17,
@@ -30,7 +31,7 @@ def test_build_train_and_generate():
     step, decode = (
         _bind(session, model_graph) for model_graph in (graph, Graph([logits], handles))
     )
-    session.set(transformer.initial_weights(CONFIG))
+    transformer.initialize_weights(CONFIG, 0, session.fill)
 
     text = np.arange(TIME + 1, dtype=np.int32)[None] % 5
     positions = np.arange(TIME, dtype=np.int32)[None]
@@ -47,7 +48,7 @@ def test_build_train_and_generate():
     cells, token = CellTable(CELLS), 0
     said = []
     for _ in range(6):
-        fed = cells.feed_inputs(*(np.array([n], np.int32) for n in (token, 0, 0)))
+        fed = feed_inputs(cells, *(np.array([n], np.int32) for n in (token, 0, 0)))
         token = int(decode(fed)["logits"].argmax())
         said.append(token)
     assert said == [1, 2, 3, 4, 0, 1]

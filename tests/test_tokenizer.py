@@ -54,6 +54,19 @@ def real_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(GGUF(VECTORS / f"ggml-vocab-{name}.gguf").metadata)
 
 
+@pytest.mark.parametrize("name", ["lowercase", "strip_accents", "nfc"])
+def test_a_normalizer_that_is_not_applied_is_refused(name: str):
+    key = f"normalizer.{name}"
+    with pytest.raises(TokenizerError, match=f"{key} is True; no llama vocabulary applies it"):
+        tiny_tokenizer(**{key: True})
+    assert tiny_tokenizer(**{key: False}).encode("ab")
+    if name != "nfc":
+        bert = metadata(
+            SPECIAL | {"\u2581a": (0.0, 1)}, model="bert", bos_token_id=1, seperator_token_id=2
+        )
+        assert Tokenizer(bert | {f"tokenizer.ggml.{key}": True}).encode("A")
+
+
 # ---- real vocabularies
 
 

@@ -13,6 +13,7 @@ from packtrain.training.lr_schedule import LrSchedule
 from packtrain.training.text_batches import TextBatches
 from packtrain.training.training_engine import TrainingEngine
 from tests import checks
+from tests.models import initial_weights
 
 pytest.importorskip("torch")
 torch_llama = pytest.importorskip("benchmarks.torch_llama")
@@ -41,8 +42,8 @@ def test_steps_and_validation_are_those_of_the_twin(tokens: DocumentTokens, micr
     engine = TrainingEngine(
         make_plans(StepShape(CONFIG, ROWS, TIME, micros, MAX_NORM), optimizer), optimizer
     )
-    engine.session.set(transformer.initial_weights(CONFIG, 5))
-    model = torch_llama.Llama(CONFIG, transformer.initial_weights(CONFIG, 5))
+    transformer.initialize_weights(CONFIG, 5, engine.session.fill)
+    model = torch_llama.Llama(CONFIG, initial_weights(CONFIG, 5))
     twin = torch_llama.Trained(model, torch_llama.optimizer(model, 5e-3), MAX_NORM)
     actual, expected = list[float](), list[float]()
     for step in range(1, STEPS + 1):

@@ -18,6 +18,7 @@ from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config
 from packtrain.models.lora import SUFFIXES, Lora
 from tests.architectures import CONFIGS
+from tests.models import initial_weights
 
 LORA = Lora((("blk.*", 4),), 0, 4.0)
 ROWS, TIME, COUNT = 2, 24, 3
@@ -53,7 +54,7 @@ def is_trained(config: Config, leaf: Tensor) -> bool:
 
 def leaf_values(config: Config, graph: Graph) -> Mapping[str, np.ndarray]:
     """A value for each leaf: adapters that change the model, norms about 1, and two sequences in a row."""
-    rng, initial = np.random.default_rng(1), transformer.initial_weights(config, 1)
+    rng, initial = np.random.default_rng(1), initial_weights(config, 1)
     tokens, targets = rng.integers(0, config.vocab_size, (2, ROWS, TIME))
     cut = TIME // 2 + 1
     position = np.arange(TIME)

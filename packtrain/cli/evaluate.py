@@ -12,9 +12,10 @@ from packtrain.workflows.kl_divergence import Divergence
 def run(settings: EvaluateSettings) -> int:
     """Print losses and perplexities, divergences or accuracies; returns 0. Raises InputError, Interrupted."""
     result = evaluate(settings, TerminalEvents())
-    lines = _table_lines(result) if len(result.losses) > 1 else _single_model_lines(result)
-    for line in _choice_lines(result) if result.choices else lines:
-        print(line)
+    if result.choices or len(result.losses) > 1:
+        print(*(_choice_lines if result.choices else _table_lines)(result), sep="\n")
+    else:
+        print(f"loss {result.loss()} nats per token, perplexity {result.loss().exponential}")
     for name, divergence in result.divergences.items():
         for line in _divergence_lines(divergence):
             print(line if len(result.divergences) == 1 else f"{name}: {line}")
@@ -30,11 +31,6 @@ def _choice_lines(result: EvalResult) -> Iterator[str]:
     for name, scores in result.choices.items():
         label = f"{name}: " if len(result.choices) > 1 else ""
         yield f"{label}acc {scores.acc}, acc_norm {scores.acc_norm}"
-
-
-def _single_model_lines(result: EvalResult) -> Iterator[str]:
-    loss = result.loss()
-    yield f"loss {loss} nats per token, perplexity {loss.exponential}"
 
 
 def _divergence_lines(divergence: Divergence) -> Iterator[str]:

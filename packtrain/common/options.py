@@ -328,10 +328,14 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
 
 def _parse_yaml(text: str, source: str | Path) -> Any:
     try:
-        return yaml().safe_load(text)
+        values, node = yaml().safe_load(text), yaml().compose(text, yaml().SafeLoader)
     except yaml().YAMLError as error:
         message = f"{source}: this is not YAML: {' '.join(str(error).split())}"
         raise InputError(message) from None
+    keys = [key.value for key, _ in node.value] if isinstance(values, dict) else []
+    if repeated_keys := [key for key in keys if keys.count(key) > 1]:
+        raise InputError(f"{source}: {repeated_keys[0]} is there twice; leave one of them out")
+    return values
 
 
 def _setting_name(cls: type, key: str, path: str | Path) -> str:

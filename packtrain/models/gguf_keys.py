@@ -36,7 +36,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )  # fmt: skip
 CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
             "embedding_scale", "embedding_length_", "leading_dense", "interleave_", "use_parallel", "swiglu_",
-            "nextn_")  # fmt: skip
+            "nextn_", "router_", "moe_", "n_deepstack_", "swin_", "rescale_", "time_", "token_shift_", "kda.", "wkv.",
+            "hidden_act", "dense_2_", "dense_3_")  # fmt: skip
 
 
 class MetadataReader:

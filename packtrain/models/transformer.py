@@ -6,7 +6,7 @@ Builds tensors from a Config and leaves. Weights have their GGUF names; the Mixe
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TypedDict
@@ -51,22 +51,13 @@ def _weight_leaves(config: Config, dtype_items: tuple[tuple[str, Dtype], ...]) -
     dtypes, unread_names = dict(dtype_items), {*unused_weights(config)}
     return {
         name: weight(
-            name, shape, dtypes.get(name, f32), "table" if has_no_gradient(name) or name in unread_names else "weight",
+            name, shape, dtypes.get(name, f32),
+            # divisors of rope's frequencies, scales of blocks and biases of routers have no gradient
+            "table" if name.startswith("rope_") or name.endswith((CHOICE, LAYER_SCALE)) or name in unread_names
+            else "weight",
         )
         for name, shape in weight_shapes(config).items()
     }  # fmt: skip
-
-
-def has_no_gradient(name: str) -> bool:
-    """Whether a tensor has no gradient: divisors of rope's frequencies, scales of blocks, biases of routers."""
-    return name.startswith("rope_") or name.endswith((CHOICE, LAYER_SCALE))
-
-
-def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return initial values of all weights, see `initialize_weights`."""
-    values = {name: np.empty(leaf.shape, np.float32) for name, leaf in weights(config).items()}
-    initialize_weights(config, seed, lambda name, fill: fill(values[name]))
-    return values
 
 
 def initialize_weights(
@@ -87,12 +78,8 @@ def initialize_weights(
             array *= deviation
 
         fill_value = 0 if name.endswith(".bias") else -1 if name.endswith(".ssm_a") else 1
-
-        def fill_constant(array: np.ndarray, value: int = fill_value) -> None:
-            array.fill(value)
-
         is_weight_matrix = len(leaf.shape) > 1 and name.endswith(".weight")
-        visit_weight(name, fill_normal if is_weight_matrix else fill_constant)
+        visit_weight(name, fill_normal if is_weight_matrix else partial(np.copyto, src=fill_value))
 
 
 def make_rope_tables(

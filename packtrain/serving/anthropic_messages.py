@@ -16,7 +16,7 @@ from packtrain.serving.request_parsing import OpenAIRequest
 MAX_MESSAGES, MAX_BLOCKS = 1 << 16, 1 << 12
 TRANSLATED = (
     "messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "output_config",
-    "output_format", "cache_control", "n",
+    "output_format", "cache_control",
 )  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -97,8 +97,11 @@ BLOCKS = {
 
 
 def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:
-    """Return the message of a tool's result, which may be a text or blocks of text."""
+    """Return the message of a tool's result, a text or blocks of text; that of a failed tool begins with Error."""
     call_id, content = block.text("tool_use_id"), block.get("content") or ""
+    if block.get_flag("is_error"):
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        content = [{"type": "text", "text": "Error:"}, *parts]
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return message | ({"name": call_names[call_id]} if call_id in call_names else {})
 

@@ -54,6 +54,7 @@ def embed_content(
     server: Server, body: JsonBody, content: Any
 ) -> tuple[list[list[int]], list[np.ndarray]]:
     """Return the token ids and the embedding of each text in `content`. Raises HttpRefusal, InputError."""
+    body.refuse_unmet("embeddings")
     max_vectors = MAX_EMBEDDING_NUMBERS // server.model.config.embedding_length
     texts = parse_prompts(content, server.tokenizer, min(MAX_TEXTS, max_vectors), "input")
     num_tokens = sum(map(len, texts))
@@ -100,6 +101,7 @@ def rerank(server: Server, body: JsonBody, request: Request) -> Any:
         )  # fmt: skip
     if not body.has("query"):
         raise InputError("'query' is required")
+    body.refuse_unmet("ranks")
     is_tei = not body.has("documents") and body.has("texts")
     documents = _documents(body, "texts" if is_tei else "documents")
     template = server.model.gguf.metadata.get(TEMPLATE_KEY)

@@ -4,7 +4,6 @@
 """
 
 from functools import partial
-from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
@@ -55,10 +54,7 @@ def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:
     """Tokenize a field, text or a list of ids and texts, which may not spell control tokens."""
     if not body.has(name):
         raise InputError(f"'{name}' is required; it may be empty")
-    value: Any = body.get(name)
-    if isinstance(value, str):
-        return server.tokenizer.encode(value, bos=False, eos=False, special=False)
-    return parse_prompt(value, server.tokenizer, name)
+    return parse_prompt(body.get(name), server.tokenizer, name, bos=False, special=False)
 
 
 def _chunk_ids(server: Server, body: JsonBody) -> list[int]:

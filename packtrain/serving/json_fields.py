@@ -4,8 +4,10 @@ Fields that change answers of other servers, and would change none here, are ref
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Collection, Sequence
+from importlib import resources
 from typing import Any
 
 from packtrain.common.errors import InputError
@@ -28,33 +30,18 @@ TYPE_NAMES = {
 MAX_BIASES, MAX_STOP_TEXTS, MOST_TOP, MAX_ANSWERS = 10_000, 64, 20, 32
 MAX_GRAMMAR_CHARS, MAX_SAMPLERS_CHARS = 1 << 16, 1 << 10  # characters
 MAX_SEED = 2**63 - 1
-# by kind of request: fields that have no effect here, and what to do instead
-UNMET_FIELDS = {
-    "any": {
-        "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf":
-            "send response_format or grammar",
-        "stop_sequences stop_token_ids include_stop_str_in_output": "send stop",
-        "allowed_token_ids bad_words min_tokens": "send logit_bias or ignore_eos",
-        "max_new_tokens num_predict": "send max_tokens", "repetition_penalty": "send repeat_penalty",
-        "enable_thinking think thinking": "send chat_template_kwargs", "options": "send each option as a field",
-        "modalities audio image_data multimodal_data": "this model reads and writes text only",
-        "n_cmpl length_penalty verbosity min_keep grammar_lazy grammar_triggers use_beam_search adaptive_target"
-        " system_prompt prompt_logprobs truncate_prompt_tokens prompt_embeds chat_template documents"
-        " web_search_options mcp_servers container": "leave it out",
-    },
-    "chat": {"functions function_call": "send tools and tool_choice", "best_of echo suffix": "leave it out"},
-    "text": {"tools top_logprobs": "leave it out"}, "llama": {"n": "leave it out"}, "responses": {
-        "background conversation prompt max_tool_calls top_logprobs logprobs": "leave it out",
-        "response_format": "send text.format", "reasoning_effort": "send reasoning",
-    },
-    "messages": {"response_format reasoning_effort": "send output_config", "stop": "send stop_sequences"},
-}  # fmt: skip
+# by kind of request: what to do instead of sending fields that have no effect here
+UNMET_FIELDS: dict[str, dict[str, list[str]]] = json.loads(
+    resources.files("packtrain.serving").joinpath("unmet_fields.json").read_text("utf-8")
+)
 # values that ask for nothing, and those of fields for which others do
 IDLE_VALUES: tuple[Any, ...] = None, False, 0, -1, "", [], {}
 IDLE_VALUES_BY_FIELD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "n_cmpl", "best_of", "length_penalty", "repetition_penalty"), (None, 1)),
     **dict.fromkeys(("enable_thinking", "think", "functions", "web_search_options"), (None,)),
-    "modalities": (None, ["text"]), "verbosity": (None, "medium"),
+    "modalities": (None, ["text"]), "verbosity": (None, "medium"), "num_beams": (None, 1), "guidance_scale": (None, 1),
+    **dict.fromkeys(("do_sample", "normalize"), (None, True)),
+    "context_management": (None, [], {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }  # fmt: skip
 MAX_NUMBER = 1e300  # larger numbers are refused
 
@@ -122,8 +109,8 @@ class JsonBody:
 
     def refuse_unmet(self, kind: str) -> None:
         """Raise InputError for a field that has no effect here but asks for something; kind: a key of UNMET_FIELDS."""
-        for field_names, advice in UNMET_FIELDS[kind].items():
-            for name in field_names.split():
+        for advice, field_names in UNMET_FIELDS[kind].items():
+            for name in field_names:
                 if self.get(name) not in IDLE_VALUES_BY_FIELD.get(name, IDLE_VALUES):
                     raise InputError(self.fact(name, "is not supported"), advice)
 
@@ -227,7 +214,9 @@ def parse_prompts(
     return [parse_prompt(prompt, tokenizer, name) for prompt in prompts]
 
 
-def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
+def parse_prompt(
+    prompt: Any, tokenizer: Tokenizer, name: str = "prompt", bos: bool | None = None, special: bool = True
+) -> list[int]:  # fmt: skip
     """Tokenize a text, a list of ids and texts, {"prompt_string": text} or {"content": [parts]}. Raises InputError."""
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt_string"), str):
         if prompt.get("multimodal_data"):
@@ -236,7 +225,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> lis
     elif isinstance(prompt, dict) and isinstance(prompt.get("content"), list):
         prompt = "".join(part_text(part, name) for part in prompt["content"])
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, eos=False)
+        ids = tokenizer.encode(prompt, bos=bos, eos=False, special=special)
         if ids[:2] != [tokenizer.bos] * 2:
             return ids
         # the text spells BOS, perhaps with the space that decoders put behind it
@@ -247,7 +236,8 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> lis
     ids = list[int]()
     for part_index, prompt_part in enumerate(prompt):
         if isinstance(prompt_part, str):
-            ids += tokenizer.encode(prompt_part, bos=None if part_index == 0 else False, eos=False)
+            part_bos = bos if part_index == 0 else False
+            ids += tokenizer.encode(prompt_part, bos=part_bos, eos=False, special=special)
         elif type(prompt_part) is int and 0 <= prompt_part < tokenizer.vocab_size:  # no bool
             ids.append(prompt_part)
         else:

@@ -18,7 +18,7 @@ from packtrain.serving.server_state import StoredResponses
 MAX_ITEMS, MAX_PARTS = 1 << 16, 1 << 12
 TRANSLATED = (
     "input", "instructions", "max_output_tokens", "text", "reasoning", "tools", "tool_choice",
-    "previous_response_id", "stream_options", "include", "top_logprobs", "n",
+    "previous_response_id", "stream_options", "include", "top_logprobs",
 )  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}

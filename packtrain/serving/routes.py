@@ -125,7 +125,7 @@ def parse_content_ids(server: Server, body: JsonBody) -> list[int]:
         return []
     if isinstance(content, str):
         return server.tokenizer.encode(content, bos=add_bos, eos=False, special=has_special_tokens)
-    return parse_prompt(content, server.tokenizer, "content")
+    return parse_prompt(content, server.tokenizer, "content", add_bos, has_special_tokens)
 
 
 def token_piece(server: Server, id: int) -> str | list[int]:

@@ -319,6 +319,8 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     ranks = dict.fromkeys(chosen_kinds, 0)
     for text in sorted(settings.lora_rank, key=lambda text: "=" in text):
         name, rank = _rank(text)
+        if text != next(t for t in settings.lora_rank if _rank(t)[0] == name):
+            raise InputError(f"--lora-rank {text}: another is for {name}, too; give one of them")
         matching_kinds = [kind for kind in chosen_kinds if fnmatchcase(kind, name)]
         if not matching_kinds:
             raise InputError(f"--lora-rank {text}: it must be for one of {', '.join(chosen_kinds)}")

@@ -11,8 +11,8 @@ from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
 from packtrain.common.memory import total_nbytes
-from packtrain.common.option_rules import check_rules
-from packtrain.common.options import MODEL, SAMPLING, positional
+from packtrain.common.option_rules import check_rules, refuse_changed
+from packtrain.common.options import MODEL, SAMPLING, flag, positional
 from packtrain.data.chat_template import choose_template, load_template, template_source
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
@@ -42,6 +42,12 @@ CONSTRAINTS = dict.fromkeys(
     ("grammar", "grammar_file", "json_schema", "json_schema_file"),
     "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other",
 )
+# settings of samplers that are off by default, by the setting that turns each on
+SAMPLER_PARTS = {
+    "dynatemp_range": ("dynatemp_exp",), "xtc_probability": ("xtc_threshold",),
+    "mirostat": ("mirostat_lr", "mirostat_ent"),
+    "dry_multiplier": ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breaker"),
+}  # fmt: skip
 REASONING_MODES = AUTO, "on", "off"
 REASONING_HELP = "whether the chat template lets the model think: off, or on (auto) where it can"
 SWA_FULL_HELP = "layers with a sliding window keep all tokens in the cache, not only the window's"
@@ -81,10 +87,12 @@ class DecodingOptions(ModelOptions):
     )  # fmt: skip
     draft_max: int = MODEL(
         7, "most tokens guessed at once; up to 8 tokens of a run cost the least", min_value=1, max_value=32,
+        requires={"is_drafting": "without --model-draft or --draft-lookup"},
     )  # fmt: skip
     draft_p_min: float = MODEL(
-        0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
-    )
+        0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1,
+        requires="model_draft",
+    )  # fmt: skip
     warmup: bool = MODEL(True, WARMUP_HELP)
     resident: str | None = MODEL(
         None, "limit on private memory and pages of the model in memory, together: 3GiB or 50%; the model is then read"
@@ -134,6 +142,9 @@ class GenerationSettings(Sampling, DecodingOptions):
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
         check_rules(self)
+        for switch, names in SAMPLER_PARTS.items():
+            if not getattr(self, switch):
+                refuse_changed(self, names, f"without {flag(switch)}")
 
 
 def opened(
@@ -145,6 +156,9 @@ def opened(
     extra_tensors    tensors that the file may have beside the model's
     """
     model = open_model(settings.model, extra_tensors)
+    has_advice = any(key.startswith("general.sampling.") for key in model.gguf.metadata)
+    if has_advice and isinstance(settings, Sampling):
+        report(f"{settings.model} has keys general.sampling, which are not read: only flags count")
     model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
     return configured(model, settings, report)
 

@@ -1,6 +1,7 @@
 """Quantizing with an importance matrix (--imatrix), which weights the errors."""
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.text import plural
 from packtrain.conversion.calibration.importance_matrix import ImportanceMatrix, load_importance
+from packtrain.dtypes import Dtype
 from packtrain.gguf import GGUF, MetadataValue
 from packtrain.models.quant_recipe import is_quantizable
 from packtrain.workflows.quantization import QuantizeSettings
@@ -16,7 +18,7 @@ IMATRIX_KEY = "quantize.imatrix"
 
 
 def weights(
-    settings: QuantizeSettings, gguf: GGUF, events: Events
+    settings: QuantizeSettings, gguf: GGUF, types: Mapping[str, Dtype], events: Events
 ) -> tuple[dict[str, np.ndarray], dict[str, MetadataValue]]:
     """Load the weights (mean squares of inputs) of each matrix, and metadata about their origin. Raises InputError."""
     assert settings.imatrix is not None
@@ -42,11 +44,16 @@ def weights(
             f"{settings.imatrix}: it has no weights for any matrix of {gguf.path}; measure this model with"
             " `packtrain imatrix`"
         )
+    if other_names := importance.sums.keys() - gguf.entries.keys():
+        fact = f"{settings.imatrix} has weights for matrices that {gguf.path} does not have"
+        events.message(f"{fact}, the first: {min(other_names)}; it may be of another model")
     if missing:
         events.message(
             f"{settings.imatrix} has no weights for {plural(len(missing), 'matrix', 'matrices')}, "
             f"the first: {missing[0]}"
         )
+    if not any("weigh" in types[name].code for name in weights_by_name):
+        events.message("--imatrix has no effect: no matrix gets a type that can weigh errors")
     return weights_by_name, _origin(settings, importance)
 
 

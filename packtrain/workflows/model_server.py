@@ -107,8 +107,8 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
         conflicts={"pooling": "as a reranker has its own pooling", "resident": SECOND_CONTEXT},
     )  # fmt: skip
     pooling: str | None = option(
-        None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
-    )
+        None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS, requires="embeddings",
+    )  # fmt: skip
     slots: bool = option(True, "answer /slots: what each slot does")
     metrics: bool = option(False, "answer /metrics, for Prometheus")
     verbose: bool = option(

@@ -94,7 +94,7 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     if settings.imatrix is not None:
         # few calls need these modules, which take a third of the loading time
         imatrix_module = import_module("packtrain.workflows.imatrix_data")
-        by_column, imatrix_metadata = imatrix_module.weights(settings, gguf, events)
+        by_column, imatrix_metadata = imatrix_module.weights(settings, gguf, types, events)
     elif settings.calibrate is not None:
         # weights of 1 for matrices whose types need weights, until data give others
         by_column = {

@@ -47,9 +47,9 @@ def vocabulary_metadata(
     folder, table = checkpoint.folder, _VocabularyFiles(checkpoint.folder, vocab_size)
     model, steps = table.piece_model, table.steps
     values = _from_sentencepiece(table, family.blank) if model else _from_json(table, family.merged)
-    table.put_config_tokens()
-    values |= _special_ids(checkpoint, table, family)
     chat_templates, notes = _chat_templates(folder, table.about), [*(steps.notes if steps else ())]
+    table.put_config_tokens(notes)
+    values |= _special_ids(checkpoint, table, family)
     values |= _bos_eos_flags(table, values, str(chat_templates), notes)
     if family.merged:  # llama.cpp assumes it, whatever the folder says
         values["add_bos_token"] = MetadataValue("bool", True)
@@ -64,10 +64,6 @@ def vocabulary_metadata(
     table.check_strips(tokenizer)
     metadata |= _extra_ends(checkpoint, tokenizer, raw, notes)
     joins_spaces = model is not None and not model.unigram and model.joins_spaces
-    if table.about.get("split_special_tokens"):
-        notes.append(
-            "split_special_tokens is true: special tokens are split there, and not in a GGUF"
-        )
     if joins_spaces:
         fact = "remove_extra_whitespaces is true: runs of spaces count as one there"
         notes.append(f"{fact}, and readers of a GGUF keep them")
@@ -144,8 +140,8 @@ class _VocabularyFiles:
         if not special and restores_spaces and SPACE in text:
             self.tokens[id] = text.replace(SPACE, " ").encode()
 
-    def put_config_tokens(self) -> None:
-        """Store the tokens of tokenizer_config.json that transformers adds to the vocabulary or makes special."""
+    def put_config_tokens(self, notes: list[str]) -> None:
+        """Store the tokens that tokenizer_config.json adds or makes special; notes those without an id."""
         file, about, has_pieces = "tokenizer_config.json", self.about, self.piece_model is not None
         listed = {t.get("id"): t for t in map(as_object, as_list(self.fast.get("added_tokens")))}
         added_ids, ids = _optional(self.folder / "added_tokens.json"), self.ids
@@ -164,12 +160,20 @@ class _VocabularyFiles:
                 self.put_added_token(file, id, token, has_pieces)
         special_tokens = [token for name, token in about.items() if name.endswith("_token")]
         special_tokens += as_list(about.get("additional_special_tokens"))
-        special_tokens += as_object(about.get("extra_special_tokens")).values()
+        extra_tokens = about.get("extra_special_tokens")  # a list since transformers 5
+        special_tokens += [*as_list(extra_tokens), *as_object(extra_tokens).values()]
         for token in (t for t in special_tokens if _text(t) in ids):
             id, flags = ids[str(_text(token))], as_object(token)
             self.strip_flags += [(file, id, n) for n in STRIP_FLAGS if flags.get(n) is True]
             if self.token_types[id] == NORMAL:
                 self.token_types[id] = CONTROL
+        names = dict.fromkeys(filter(None, map(_text, special_tokens)))
+        if missing_names := [repr(name) for name in names if name not in ids]:
+            fact = f"the vocabulary has no tokens {', '.join(missing_names)}"
+            notes.append(f"{fact}, as {file} says; ids in config.json count, if any")
+        if about.get("split_special_tokens"):
+            fact = "split_special_tokens is true: special tokens are split there"
+            notes.append(f"{fact}, and not in a GGUF")
 
     def check_strips(self, tokenizer: Tokenizer) -> None:
         """Refuse tokens that take the whitespace beside them, except those that readers of GGUF know to do so."""

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ MISMATCH_FACTS = {
 }
 RENDERER_NBYTES = 16 << 20  # of a process that has rendered nothing; 10 to 12 MiB were measured
 RENDERER_DIVISOR = 4  # rendering takes the memory limit divided by this
+# flags of fields of a recipe that say how conversations become samples
+CHAT_FLAGS = {"truncate": "--truncate", "last_only": "--train-on", "template": "--chat-template"}
 UNTRAINED_NOTE = "samples left out because they have no tokens to train on"
 
 
@@ -83,7 +85,7 @@ def write_dataset(
         maker = SampleBuilder(recipe, file.metadata, renderer_room)
     except InputError as error:
         raise InputError(f"{recipe.model}: {error}") from None
-    sources = find_sources(recipe.data, DATA_SUFFIXES)
+    sources = documents.check_separator(recipe.separator, find_sources(recipe.data, DATA_SUFFIXES))
     split = 0.0 if any(source.split for source in sources) else recipe.val_split
     splits = documents.splits_of(recipe.val_split, sources)
     splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0
@@ -184,6 +186,10 @@ class SampleBuilder:
         """Return messages to print at the end."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
         counted = [f"{description}: {count:,}" for description, count in notes.items() if count]
+        for setting in () if self._renderers else fields(DatasetRecipe):
+            if setting.name in CHAT_FLAGS and getattr(self.recipe, setting.name) != setting.default:
+                fact = f"{CHAT_FLAGS[setting.name]} has no effect"
+                counted.append(f"{fact}: the data has no conversation")
         return [*(choice.note for choice in self._renderers if choice.reason), *counted]
 
     @property

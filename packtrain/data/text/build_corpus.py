@@ -26,7 +26,8 @@ VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 
 def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> None:
     """Fill a folder with the tokens of a corpus. Raises InputError for bad text."""
-    sources = documents.find_sources(text.data)
+    separator = None if text.keep_separators else text.separator
+    sources = documents.check_separator(separator, documents.find_sources(text.data))
     total = sum(source.path.stat().st_size for source in sources)
     has_packed = any(is_packed(source.path) for source in sources)
 
@@ -43,7 +44,6 @@ def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> No
             problem = "has no record that can be read"
         details = f" ({' '.join(found_notes)})" if found_notes else ""
         raise InputError(f"--data: {text.data} {problem}; it must hold text to train on{details}")
-
     split = 0.0 if any(source.split for source in sources) else text.val_split
 
     def divided(activity: str) -> Iterator[TextPiece]:

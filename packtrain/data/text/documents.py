@@ -27,6 +27,10 @@ SPLIT_NAMES = {TRAIN: "training", VALID: "validation"}
 RECORD_ADVICE = 'it must be like {"text": "…"}'
 CHAT_FIELDS = {"messages"}, {"conversations"}, {"prompt", "completion"}
 MAX_LISTED = 5  # most files listed in a message
+# names of files that are not for training: test.jsonl, gsm8k_val.csv, validation-00000-of-00001.parquet
+HELD_OUT_NAME = re.compile(
+    r"(?i)(.*[-_. ])?(val(id(ation)?)?|dev|test|eval)([-_]?\d+)?(-of-\d+)?(\..*)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,10 @@ def find_sources(
             f"--data: {data} holds no text; it must have {expected}, or other {suffixes[0]} files"
             + (f"; of {available} give one by name" if available else "")
         )
+    held_out_files = [path for path in text_files if HELD_OUT_NAME.fullmatch(path.name)]
+    if 0 < len(held_out_files) < len(text_files):
+        fact = f"--data: {data} has {_listed(held_out_files)} beside files to train on"
+        raise InputError(fact, f"it must have {expected}, or only files to train on")
     return tuple(SourceFile(require_existing(path, "--data")) for path in text_files)
 
 
@@ -117,6 +125,15 @@ def _split_files(folder: Path) -> tuple[Path | None, Path | None]:
 def has_valid_file(data: Path) -> bool:
     """Whether the data is a folder with a validation file."""
     return data.is_dir() and all(_split_files(data))
+
+
+def check_separator(
+    separator: str | None, sources: tuple[SourceFile, ...]
+) -> tuple[SourceFile, ...]:
+    """Return the sources. Raises InputError if none is plain text, which --separator divides."""
+    if separator is not None and all(suffix_of(source.path) in RECORDS for source in sources):
+        raise InputError(f"--separator: {sources[0].path} is no plain text to divide; leave it out")
+    return sources
 
 
 def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:

@@ -114,6 +114,7 @@ class WhitespaceEncoding(BytePairEncoding):
     """The "whitespace" kind of vocabulary: whitespace separates words and has no tokens."""
 
     has_tables = False
+    normalizers = ("lowercase",)
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         super().__init__(metadata)

@@ -24,10 +24,12 @@ class Encoding:
     separated             the separator ends a text, not EOS
     cleans_spaces         llama_detokenize removes spaces before punctuation
     has_tables            the compiled encoder supports the vocabulary, by `build_tables`
+    normalizers           names of the file's normalizers that are applied
     """
 
     adds_bos = adds_eos = adds_space = strips_leading_space = always_adds_bos = False
     separated = cleans_spaces = has_tables = False
+    normalizers: tuple[str, ...] = ()
 
     def __init__(self, table: TokenTable) -> None:
         self.table = table

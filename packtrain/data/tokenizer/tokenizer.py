@@ -20,6 +20,7 @@ from packtrain.data.tokenizer.wordpiece import WordPieceEncoding
 
 BATCH_CHARACTERS = 1 << 17  # characters encoded at a time, if the text can be cut
 WHITESPACE = " \t\n\v\f\r"
+NORMALIZER = f"{KEYS}normalizer."
 EMPTY = np.empty(0, np.int32)
 CLEANUP_RULES = [
     (re.compile(" (?=[?!.,])"), ""), (re.compile(" ' "), "'"), (re.compile(" (?='(?:s|m|re|ve))"), ""),
@@ -52,6 +53,11 @@ class Tokenizer:
         if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(f"{KEYS}model is {model!r}; these are known: {', '.join(KINDS)}")
         self._encoding = encoding = KINDS[model](metadata)
+        for key in (k for k in metadata if k.startswith(NORMALIZER) and metadata[k] is not False):
+            if not key.endswith(encoding.normalizers):
+                raise TokenizerError(
+                    f"{key} is {metadata[key]!r}; no {model} vocabulary applies it"
+                )
         self._token_table = table = encoding.table
         self.tokens, self.token_types = table.tokens, table.token_types
         self.vocab_size = len(table.tokens)

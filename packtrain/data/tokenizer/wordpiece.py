@@ -23,6 +23,7 @@ class WordPieceEncoding(Encoding):
     """The "bert" kind of vocabulary: a text begins with the BOS token ([CLS]) and ends with the separator ([SEP])."""
 
     adds_bos = adds_eos = always_adds_bos = cleans_spaces = separated = True
+    normalizers = "lowercase", "strip_accents"
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         super().__init__(TokenTable(metadata, bos=101, unk=100, sep=102))

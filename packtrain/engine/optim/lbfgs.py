@@ -42,9 +42,12 @@ class LBFGS(Optimizer):
     lr: float = 1.0
     history: int = TRAINING(6, "L-BFGS: pairs to remember, two vectors each", min_value=1, max_value=100)  # fmt: skip
     line_search: str = TRAINING(STRONG, "L-BFGS: condition on a step's length", choices=CONDITIONS)
-    armijo: float = TRAINING(1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1)  # fmt: skip
-    wolfe: float = TRAINING(0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999)  # fmt: skip
-    trials: int = TRAINING(20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000)  # fmt: skip
+    armijo: float = TRAINING(1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1,
+                             conflicts="line_search=none")  # fmt: skip
+    wolfe: float = TRAINING(0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999,
+                            conflicts="line_search=none|armijo")  # fmt: skip
+    trials: int = TRAINING(20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000,
+                          conflicts="line_search=none")  # fmt: skip
 
     def leaf(self) -> Tensor:
         return input(self.name, (HEAD + 2 * self.history + 1,))

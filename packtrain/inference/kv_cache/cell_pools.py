@@ -239,10 +239,6 @@ class CellPools:
         start_pos = self.first_needed_pos("ring_", seq, 0)
         return len(self.pools["ring_"].of(seq, start_pos)) >= len(self.all.of(seq, start_pos))
 
-    def state_end(self, seq: int) -> int:
-        """Return the position up to which the cache has a sequence's scan state (of recurrent layers); 0: none."""
-        return self.pools[STATE].next(seq) if self.num_states else 0
-
     def check_complete(self, seq: int) -> None:
         """Raise ContextError if the cache lacks what a sequence's next token reads, see `is_complete`."""
         if not self.is_complete(seq):

@@ -4,12 +4,14 @@ All runs are planned at its creation. A call that fails changes nothing; a stopp
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.common.errors import name_keywords
 from packtrain.common.files import atomic_file
+from packtrain.dtypes import DTYPES
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
@@ -20,6 +22,7 @@ from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
 from packtrain.inference.kv_cache.saved_state import REREAD_MESSAGE, StateCheckpoints
 from packtrain.inference.sampling import Chain, SamplerInput
+from packtrain.models.attention_choice import AUTO, with_flash
 from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile, open_model
@@ -60,6 +63,8 @@ class Context:
         cell_pools.at_least(1, cells=cells, sequences=sequences)
         cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
+        if file.config.flash and cache in decode_plans.CACHE_TYPES:
+            file = replace(file, config=with_flash(file.config, AUTO, target, say, DTYPES[cache]))
         run_sizes = decode_plans.RunSizes.of(cells, rows or (0 if hidden else sequences), prompts)
         plan_options = swa_full, parts, longest, checkpoints, hidden, target, has_hidden_states
         plan = ContextPlan(file, run_sizes, sequences, cache, *plan_options)
@@ -348,7 +353,8 @@ class Context:
     def _restore_window(self, seq: int) -> int:
         """Take a sequence back to its last saved window and state, or to nothing; returns its number of tokens."""
         checkpoint = self._checkpoints.latest_state(seq, self.next(seq))
-        num_retained = self.pools.state_end(seq)
+        states = self.pools.pools.get(cell_pools.STATE)
+        num_retained = states.next(seq) if states else 0
         if num_retained > (checkpoint[0] if checkpoint else 0):  # the last run's first state
             self.pools.drop_positions(seq, num_retained)
             return num_retained

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from packtrain.models.cached_transformer import count_lines
-
 BEYOND = 1 << 31  # beyond every position
 SEQUENCES = 63  # most sequences: bits of a set
 
@@ -163,38 +161,6 @@ class CellTable:
         target_cells = self.find_free_cells(np.asarray(seqs, np.int32))
         self.append(target_cells, np.asarray(last, np.int32), state_owners)
         return source_cells, target_cells
-
-    def feed_inputs(
-        self, tokens: np.ndarray, seqs: np.ndarray, logit_rows: np.ndarray | Sequence[int], *, size: int = 0,
-        max_sequences: int = 1, flash: bool = True, state_table: "CellTable | None" = None,
-    ) -> dict[str, np.ndarray]:  # fmt: skip
-        """Take cells for the next tokens of sequences and return all inputs of a generation step.
-
-        logit_rows     tokens whose logits are computed
-        size           tokens of the step, the last of which are padding; 0: no padding
-        max_sequences  those of the CacheLayout; `flash` is that of the config
-        state_table    cells that hold the states of scans
-        """
-        new_cells, run_seqs = self.find_free_cells(seqs), [int(seq) for seq in np.unique(seqs)]
-        pos = np.empty(len(seqs), np.int32)
-        for seq in run_seqs:
-            mask = seqs == seq
-            pos[mask] = self.next(seq) + np.arange(mask.sum())
-        since = [self.next(seq) for seq in run_seqs]
-        self.append(new_cells, pos, [(int(seq),) for seq in seqs])
-        lines, size = np.searchsorted(run_seqs, seqs), size or len(seqs)
-        num_lines = count_lines(size, max_sequences)
-        inputs = {"tokens": tokens, "pos": pos, "line": lines, "cell": new_cells}
-        inputs = pad_inputs(inputs, size, num_lines) | {"rows": np.asarray(logit_rows, np.int32)}
-        if state_table is not None:
-            for seq, start_pos in zip(run_seqs, since, strict=True):
-                state_table.drop_positions(seq, until=start_pos - 1)
-            last = [self.next(seq) - 1 for seq in run_seqs]
-            slots = state_table.advance_states(run_seqs, since, last, [(seq,) for seq in run_seqs])
-            inputs |= state_slot_inputs(*slots, num_lines)
-        if self.width:
-            inputs["cell_before"] = self.before(run_seqs, inputs["cell"], inputs["line"])
-        return inputs | self.line_inputs(run_seqs, num_lines, "cell_", flash=flash)
 
 
 def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, least_order, make_plan, size_text
 from packtrain.engine.optim import Optimizer, accumulation_graph, training_graph, update_graph
 from packtrain.engine.placement import Placed, place
-from packtrain.engine.tensor import Call, GraphError, Spec, Tensor
+from packtrain.engine.tensor import GraphError, Spec, Tensor
 from packtrain.planner import training_plans
 from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, Name, lasting
 from packtrain.training.generic.fit_model import Model
@@ -230,9 +230,8 @@ def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
     """Return the forward values to save: products with matrices, or every second of them; None: all values."""
     if not recomputed:
         return None
-
-    def reads_matrix(call: Call) -> bool:
-        return any(t.base.kind == "weight" and len(t.shape) > 1 for t in call.reads)
-
-    products = [call.results[0] for call in Graph([model.loss]).calls if reads_matrix(call)]
+    products = [
+        call.results[0] for call in Graph([model.loss]).calls
+        if any(t.base.kind == "weight" and len(t.shape) > 1 for t in call.reads)
+    ]  # fmt: skip
     return products if recomputed == "all but products" else products[::2][:-1]

@@ -472,13 +472,13 @@ def test_sizes():
 
 def test_what_kernels_take_is_measured_once_and_guessed_without_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_memory, "_cache_path", lambda names: tmp_path / "loaded.json")
-    guess = kernel_memory.loaded(("norm",), 10 * MIB)
+    guess = kernel_memory.measure_kernels(("norm",), 10 * MIB)
     assert not list(tmp_path.iterdir())
-    measured = kernel_memory.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
+    measured = kernel_memory.measure_kernels(("norm",), -1)  # a refusal, whose minimum is right
     assert list(tmp_path.iterdir()) and MIB < measured.nbytes < guess.nbytes
     monkeypatch.setattr(kernel_memory, "run_in_child", None)
     monkeypatch.setattr(kernel_memory, "write_error", lambda root: "read-only")
-    assert kernel_memory.loaded(("norm",), 10 * MIB) == measured
+    assert kernel_memory.measure_kernels(("norm",), 10 * MIB) == measured
 
 
 def test_a_guess_that_is_too_high_refuses_nothing_that_fits():

@@ -16,7 +16,7 @@ from packtrain.engine.executor import Executor
 from packtrain.engine.memory_plan import size_text
 from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.planner.budget import full
+from packtrain.planner.budget import device_refusal
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import find_fastest_shape
@@ -93,7 +93,7 @@ def test_the_row_is_in_the_plan_and_in_its_limit() -> None:
         request.make_plans(replace(shape, chunk=1024)).largest_plan.arena("cuda").pool_nbytes
     )
     assert larger_pool > kernels + 2 * (40 << 20)
-    refused = full(replace(full_plans, baseline_nbytes=1), {"cuda": limit}, "")
+    refused = device_refusal(replace(full_plans, baseline_nbytes=1), {"cuda": limit}, "")
     assert refused is not None and f"pool      {size_text(row):>10}" in refused
 
 

@@ -181,7 +181,7 @@ def quiet(monkeypatch, *states: bool):
 
     def fake_measured(types, fallback=None, target=None):
         n = len(states) - len(remaining) + 1
-        kinds = {costs.laying(t): float(n) for t in types}
+        kinds = {costs.pack_kind(t): float(n) for t in types}
         return replace(KNOWN_RATES, flops=n * 1e9, kinds=kinds), remaining.pop(0)
 
     monkeypatch.setattr(kept_rates, "measure_rates", fake_measured)

@@ -67,7 +67,7 @@ def test_random_values_that_wait_elsewhere_change_no_bit(seed: int) -> None:
     _, reference = gradients(None, cpu)
     resident_plan, resident_gradients = gradients(seed, cpu)
     offloaded_plan, offloaded_gradients = gradients(seed, OTHER_BACKEND)
-    assert not resident_plan.put_away and len(offloaded_plan.put_away) > 10
+    assert not resident_plan.offloads and len(offloaded_plan.offloads) > 10
     for name, value in reference.items():
         assert (
             resident_gradients[name].tobytes()
@@ -82,9 +82,9 @@ def test_each_value_goes_once_and_comes_back_once() -> None:
     copied_out = {
         s.reads[0]: i
         for i, s in enumerate(placed.steps)
-        if s in placed.put_away and s.backend is cpu
+        if s in placed.offloads and s.backend is cpu
     }
-    copied_back = [s.reads[0] for s in placed.put_away if s.backend is not cpu]
+    copied_back = [s.reads[0] for s in placed.offloads if s.backend is not cpu]
     homes = {placed.steps[i].results[0] for i in copied_out.values()}
     assert copied_out and len({*copied_back}) == len(copied_back) and {*copied_back} == homes
     for t, at in copied_out.items():

@@ -164,7 +164,7 @@ def test_more_time_keeps_no_more():
     block = fresh_chain(SHAPE).block
     places = set(block.read)
     saved_places = [
-        set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)
+        set(block.places(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)
     ]
     assert (
         saved_places[0] == places and saved_places[-1] == set() < saved_places[2] < saved_places[0]
@@ -237,7 +237,7 @@ def test_embeddings_are_looked_up_again_unless_a_second_pass_follows_their_updat
         (replace(SHAPE, keep=keep, config=lora, base=BaseModel(())), 2),
         (replace(SHAPE, keep=uniform_choice(2, ()), base=BaseModel((), num_trained_blocks=2)), 1),
     ):
-        calls = build_graph(training_plans.blocks_in(shape), shape, AdamW()).graph.calls
+        calls = build_graph(training_plans.block_graph(shape), shape, AdamW()).graph.calls
         assert sum(call.op is ops.get_rows for call in calls) == num_lookups
 
 

@@ -39,7 +39,7 @@ def test_activations_that_wait_elsewhere_change_no_bit(seed: int) -> None:
     BUSY["most"] = 0
     for is_late in (True, False):
         placed, moved = gradients(seed, replace(LATE_BACKEND, is_late=is_late))
-        assert len(placed.put_away) > 10 and not WAITING
+        assert len(placed.offloads) > 10 and not WAITING
         for name, value in resident_grads.items():
             assert moved[name].tobytes() == value.tobytes(), name
         begin_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN_COPY}

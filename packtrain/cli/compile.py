@@ -13,7 +13,7 @@ from packtrain.engine.optim import OPTIMIZERS
 from packtrain.kernels.runtime import kernel_cache
 from packtrain.kernels.runtime.environment import CPUS
 from packtrain.models.config import PRESETS
-from packtrain.planner.kernel_memory import loaded, required_kernel_modules
+from packtrain.planner.kernel_memory import measure_kernels, required_kernel_modules
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def run(settings: CompileSettings) -> int:
     configs = base_config, replace(base_config, expert_count=1), replace(base_config, conv_width=2)
     variants = product(configs, (False, True), OPTIMIZERS.values())
     for modules in dict.fromkeys(required_kernel_modules(*variant) for variant in variants):
-        loaded(modules, free_nbytes)  # measured, so that a tight budget can be planned
+        measure_kernels(modules, free_nbytes)  # measured, so that a tight budget can be planned
     seconds = time.perf_counter() - start_time
     folders = sorted({str(kernel_cache.module_folder(name).parent) for name in module_names})
     print(

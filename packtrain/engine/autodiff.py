@@ -42,7 +42,7 @@ def differentiate(
     Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is neither f32 nor
     bf16, or an op has no gradient (all named).
     """
-    calls, active, seed = _checked(loss, wrt)
+    calls, active, seed = _validate(loss, wrt)
     recompute = _Recomputation(calls, keep)
     return _Backward(calls, active, wrt, recompute, sink, inner, seed).walk(calls)
 
@@ -51,13 +51,13 @@ def differentiate_twice(
     loss: Tensor, wrt: Sequence[Tensor], repeated_wrt: Collection[Tensor], frontier: Collection[Tensor], keep: Keep,
     first_sink: GradientSink, sink: GradientSink, inner: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """Call two sinks with each tensor of `wrt` and its gradient; gradients for `repeated_wrt` are computed twice.
+    """Pass each tensor of `wrt` and its gradient to two sinks; gradients for `repeated_wrt` are computed twice.
 
-    `first_sink` gets every gradient in a first backward pass. Afterwards `sink` gets all gradients once more, but for
-    `repeated_wrt` from a second pass that starts at the gradients of `frontier`, so that they need no memory in
-    between. All calls that read `repeated_wrt` come before `frontier`.
+    `first_sink` gets every gradient in a first backward pass, to measure their norm. Afterwards `sink` gets all
+    gradients once more, but for `repeated_wrt` from a second pass that starts at the gradients of `frontier`, so that
+    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`.
     """
-    calls, active, seed = _checked(loss, wrt)
+    calls, active, seed = _validate(loss, wrt)
     last_serial = max(t.call.serial for t in frontier if t.call is not None)
     prefix = [call for call in calls if call.serial <= last_serial]
     first_pass = _Backward(calls, active, wrt, _Recomputation(calls, keep), first_sink, inner, seed)
@@ -74,13 +74,13 @@ def differentiate_twice(
 def pull_back(
     calls: Sequence[Call], gradients: Gradients, wrt: Sequence[Tensor], sink: GradientSink
 ) -> None:
-    """Call `sink` with each tensor of `wrt` and its gradient, from `gradients` of results of the calls."""
+    """Call `sink(tensor, gradient)` for each tensor of `wrt`, given the gradients of some results of the calls."""
     recompute = _Recomputation(calls, None)
     _Backward(calls, _dependents(calls, wrt), wrt, recompute, sink, None, {**gradients}).walk(calls)
 
 
-def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
-    """Check arguments; return calls that lead to the loss, tensors that depend on `wrt`, and the loss's gradient."""
+def _validate(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
+    """Check arguments; return calls that lead to the loss, tensors that depend on `wrt`, and {loss: constant 1}."""
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
@@ -100,7 +100,7 @@ def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[T
 
 
 def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
-    """Return the tensors that depend on `wrt` differentiably; integer tensors do not."""
+    """Return the tensors that depend on `wrt` differentiably: f32 and bf16 results, not integers."""
     active = set(wrt)
     for call in calls:
         if not active.isdisjoint(call.inputs):
@@ -111,7 +111,7 @@ def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
 
 
 class _Recomputation:
-    """Provides forward values to the backward pass: saved ones as they are, others recomputed just before use."""
+    """Gives the backward pass forward values: those saved as they are, others by calls that compute them again."""
 
     def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
         self.forward_calls = set(calls)
@@ -139,13 +139,13 @@ class _Recomputation:
         return self.ranks.get(t, self.max_rank)
 
     def forward_values(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return saved values or recomputed copies of these forward tensors, recomputing missing ones."""
+        """Return these forward values as tensors that the backward pass may read; writes calls for values not saved."""
         while missing_calls := self._missing_calls(tensors):
             self._recompute(missing_calls)
         return [*map(self.copies.get, tensors, tensors)]
 
     def _missing_calls(self, tensors: Iterable[Tensor | None]) -> dict[Call, None]:
-        """Return the calls that must be recomputed to obtain these tensors."""
+        """Return the forward calls that must be written again, so that these tensors are available."""
         missing_calls: dict[Call, None] = {}
         stack = list(tensors)
         while stack:
@@ -157,7 +157,7 @@ class _Recomputation:
         return missing_calls
 
     def _recompute(self, missing_calls: dict[Call, None]) -> None:
-        """Recompute the values of the lowest rank and their inputs; keep only values of that rank."""
+        """Write calls that compute the values of the lowest rank among those missing; drop other values on the way."""
         results = [t for call in missing_calls for t in call.results]
         absent_tensors = [t for t in results if t in self.unsaved and t not in self.copies]
         lowest_rank = min(map(self.rank, absent_tensors))
@@ -171,7 +171,7 @@ class _Recomputation:
                     (self.copies if self.rank(old) == lowest_rank else temporary_values)[old] = new
 
     def _copy_call(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Write the call a second time, on recomputed inputs, and return its results."""
+        """Write the call a second time, on recomputed inputs where there are some, and return its results."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
         with written_for(call.origin, "backward" if rereads_stored_weight(call) else "recomputed"):
             result = call.op(*inputs, **call.attrs)
@@ -179,12 +179,12 @@ class _Recomputation:
 
 
 def as_tuple(op_result: Any) -> tuple[Tensor, ...]:
-    """Return the results of calling an op as a tuple, also a single one."""
+    """Return what an op returned, a tensor or a tuple of tensors, as a tuple."""
     return op_result if isinstance(op_result, tuple) else (op_result,)
 
 
 class _Backward:
-    """One walk over the calls in reverse, collecting gradients until they are complete."""
+    """One walk over calls in reverse that writes gradient calls; gradients are collected until no more terms follow."""
 
     def __init__(
         self, calls: Sequence[Call], active: set[Tensor], wrt: Sequence[Tensor], recompute: _Recomputation,
@@ -198,7 +198,8 @@ class _Backward:
         self._complete(None)
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
-        """Map each call to the tensors of `wrt` whose gradients are complete once its backward pass is written."""
+        """Return {call: tensors of `wrt` that this call is the first to read}: after its backward pass, their gradients
+        are complete. None is the key of those that no call reads."""
         targets, first_readers = set(self.wrt), dict[Tensor, Call]()
         for call in self.calls:
             for t in call.reads:
@@ -210,7 +211,7 @@ class _Backward:
         return complete_after
 
     def walk(self, calls: Sequence[Call]) -> Gradients:
-        """Write the backward pass of these calls; return the gradients that are complete."""
+        """Write the backward pass of these calls, the last first; return the gradients for `wrt` that are complete."""
         for call in reversed(calls):
             if not self.partial.keys().isdisjoint(call.results):
                 self._backward(call)
@@ -250,10 +251,9 @@ class _Backward:
                     self.partial[t] = d if earlier is None else add(earlier, d)
 
     def _fold(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
-        """Let ops that can accumulate (`acc`) add their gradients to earlier ones; return the indices of these inputs.
-
-        Each such call is replaced, and `gradients` gets all its results from the replacement.
-        """
+        """Let ops with an input `acc` add their gradients to earlier gradients of an input, which spares an addition;
+        return the indices of these inputs. Such a call is replaced, and `gradients` gets all results of the
+        replacement."""
         folded_inputs = set()
         for i, t in enumerate(call.inputs):
             d = gradients[i]

@@ -18,7 +18,7 @@ INTERNAL_MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class CallAuthor:
-    """The source line and phase that new calls get."""
+    """The source line and phase (forward, backward, recomputed) that new calls get, instead of the caller's line."""
 
     origin: SourceLine
     phase: Phase
@@ -30,7 +30,7 @@ _internal_files: dict[str, bool] = {}
 
 @contextmanager
 def written_for(origin: SourceLine, phase: Phase) -> Iterator[None]:
-    """Give calls inside the `with` block this origin and phase: gradients name the forward line."""
+    """Give calls made inside the `with` block this source line and phase: gradients name the forward call's line."""
     reset_token = current_author.set(CallAuthor(origin, phase))
     try:
         yield
@@ -39,7 +39,7 @@ def written_for(origin: SourceLine, phase: Phase) -> Iterator[None]:
 
 
 def caller_line() -> SourceLine:
-    """Return file and line of the nearest caller outside INTERNAL_MODULES."""
+    """Return file and line of the user's code that is calling: the nearest caller outside INTERNAL_MODULES."""
     frame = sys._getframe(1)
     while True:
         file = frame.f_code.co_filename

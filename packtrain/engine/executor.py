@@ -22,7 +22,7 @@ from packtrain.engine.instrumentation import CHECKS, BoundStep, Observer, Run, S
 from packtrain.engine.memory_plan import ArenaKey, Plan, make_plan
 from packtrain.engine.page_window import PageWindow
 from packtrain.engine.placement import Placed
-from packtrain.engine.replayed_calls import CompiledCallTable, replayable_calls, reserve, tabled
+from packtrain.engine.replayed_calls import CompiledCallTable, make_table, replayable_calls, reserve
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor
 from packtrain.engine.value_checks import RunError as RunError
@@ -37,7 +37,7 @@ CallTable = CompiledCallTable | None
 
 @dataclass(slots=True)
 class _SessionLeaf:
-    """Where a leaf lives: a buffer of its backend and the offset there."""
+    """Where a leaf (weight, state or constant) lives: a buffer of its backend and the offset there, in bytes."""
 
     spec: Spec
     backend: Backend
@@ -51,11 +51,9 @@ class _SessionLeaf:
 
 
 class Session:
-    """Leaves, allocated once by name, and arenas as large as the largest plan needs.
-
-    Leaves of one graph, or of several `executors`, share a buffer per space. An executor that is added later may move
-    the arena; an executor that needs more of a space than `limits` allow is refused. Sessions may run in threads.
-    """
+    """Owns the memory of graphs: leaves, allocated once by name, and arenas as large as the largest plan needs. Leaves
+    of one graph, or of several `executors`, share a buffer per space. An executor that is added later may move the
+    arena; an executor that needs more of a space than `limits` allow is refused. Sessions may run in threads."""
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
         self.limits, self.pages, self.generation = limits, page_budget.get(), 0
@@ -81,8 +79,8 @@ class Session:
     alone = exclusive  # its name in 0.1
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
-        """Use these arrays, such as weights mapped from a file, as read-only leaves. Arrays are copied only if they are
-        not contiguous and aligned, or if the backend cannot read them."""
+        """Use these arrays, such as weights mapped from a file, as read-only leaves of these names. Arrays are copied
+        only if they are not contiguous and aligned, or if the backend cannot read them."""
         for name in values.keys() & self._leaves.keys():
             raise RunError(f"{name} has its memory already; call share before creating executors")
         for name, value in values.items():
@@ -90,17 +88,17 @@ class Session:
             self.shared[name].flags.writeable = False
 
     def overlay(self, parts: Mapping[str, tuple[str, int]]) -> None:
-        """Let states share the bytes of other leaves: state -> (leaf, its element at which the state begins)."""
+        """Let states lie in the bytes of other leaves: name of a state -> (name of a leaf, first element there)."""
         self._overlays.update(parts)
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
-        """Bind a placed graph to this session's memory by `plan`, or by a new plan if that is None."""
+        """Return an Executor that runs a placed graph in this session's memory by `plan`; None makes a plan."""
         return self.executors({0: placed}, {} if plan is None else {0: plan})[0]
 
     def executors(
         self, placed: Mapping[K, Placed], plans: Mapping[K, Plan] | None = None
     ) -> dict[K, "Executor"]:
-        """Bind several graphs, allocating their leaves and arenas together; return an executor for each."""
+        """Return an Executor for each of several graphs; their leaves and arenas are allocated together."""
         plan_map, reuse = plans or {}, "noreuse" not in flags()
         bound = {n: (p, plan_map.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
         for graph, plan in bound.values():
@@ -116,7 +114,7 @@ class Session:
         return {name: Executor(self, *graph) for name, graph in bound.items()}
 
     def _grow_arenas(self, bound_plans: Iterable[tuple[Placed, Plan]]) -> None:
-        """Make arenas as large as the largest plan needs, at once: a smaller one first would be held beside it."""
+        """Allocate arenas as large as the largest plan needs, at once: a smaller one first would be held beside it."""
         pairs = [(arena, placed) for placed, plan in bound_plans for arena in plan.arenas]
         for arena, placed in sorted(pairs, key=lambda pair: -pair[0].nbytes):  # the largest first
             if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
@@ -125,7 +123,7 @@ class Session:
                 self.generation += 1
 
     def _allocate(self, graphs: Iterable[Placed]) -> None:
-        """Allocate the leaves of graphs that this session lacks, in one buffer per space."""
+        """Allocate the leaves of graphs that this session lacks, in one buffer per memory space."""
         adopted = [self._adopt_leaf(leaf, p.home[leaf]) for p in graphs for leaf in p.graph.leaves]
         overlay_names = [name for name in self._overlays if name in self._leaves]
         overlay_ids = {id(self._leaves[name]) for name in overlay_names}
@@ -150,7 +148,7 @@ class Session:
                 constant.has_value = True
 
     def _adopt_leaf(self, leaf: Tensor, backend: Backend) -> _SessionLeaf | None:
-        """Return the session's entry for a leaf, without a buffer if it is new and not shared; None for an input."""
+        """Return the session's record of a leaf, made if it is new; None for inputs, which are in arenas."""
         if leaf.kind == "constant":
             return self._constants.setdefault(leaf, _SessionLeaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
@@ -168,17 +166,17 @@ class Session:
         return session_leaf
 
     def array(self, t: Tensor) -> Any:
-        """Return the session's own array of a leaf, or of a view of a leaf; runs change its values."""
+        """Return the backend's array of a leaf, or of a view of a leaf, not a copy: runs change its values."""
         base = t.shared or t
         leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.name or ""]
         return leaf.backend.view(leaf.buffer, leaf.offset + t.offset, t.spec, t.strides)
 
     def buffer(self, space: str, name: str = "") -> Any:
-        """Return the arena of this space and name."""
+        """Return the memory (a backend's buffer) of the arena with this name in a memory space."""
         return self._arenas[space, name][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
-        """Write values to leaves by name; shapes must match. Setting all leaves cleans a dirty session."""
+        """Write values to leaves by name; shapes must match. Setting all leaves makes a dirty session usable again."""
         for name, value in values.items():
             leaf = self._writable_leaf(name)
             leaf.backend.write(leaf.array, fitting(name, value, leaf.spec))
@@ -187,7 +185,7 @@ class Session:
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
-        """Let `make` write a leaf's value in place; for values too large for a temporary copy."""
+        """Let `make(array)` write a leaf's value in place: for values too large for a temporary copy."""
         leaf = self._writable_leaf(name)
         spec, window = leaf.spec, leaf.backend.window(leaf.array)
         if window is not None:
@@ -199,15 +197,13 @@ class Session:
         leaf.has_value = True
 
     def get(self, name: str) -> np.ndarray:
-        """Return a copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
+        """Return a copy of a leaf's value. Raises RunError after an update that failed halfway."""
         leaf = self._readable_leaf(name)
         return leaf.backend.read(leaf.array)
 
     def view(self, name: str) -> np.ndarray:
         """Return a read-only view of a leaf's value, for saving without a copy; a copy if the host cannot access it.
-
-        Raises RunError as `get` does.
-        """
+        Raises RunError after an update that failed halfway."""
         leaf = self._readable_leaf(name)
         window = leaf.backend.window(leaf.array)
         array_view = leaf.backend.read(leaf.array) if window is None else window.view()
@@ -237,7 +233,7 @@ class Session:
 
 
 class Executor:
-    """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`.
+    """A placed graph and its plan, bound to its session's memory: `executor(inputs)` returns the outputs by name.
 
     at    index of the step that runs, or ran last
     runs  number of complete runs since the arrays were bound
@@ -294,7 +290,7 @@ class Executor:
         return tuple([step.backend.view(self.arenas[k], at, s, s.strides) for s, (k, at) in pairs])
 
     def _array(self, t: Tensor) -> Any:
-        """Return the array of t, or of the view that t is of a leaf or of arena bytes."""
+        """Return the backend's array of t, which lies in a leaf or in an arena; t may be a view."""
         base = t.shared or t
         if base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
@@ -333,12 +329,12 @@ class Executor:
                     self.window.end_run()
                 if self.runs == 1:
                     self.calls = replayable_calls(self.placed, self.calls)
-                    self.table = tabled(self.placed, self.calls)
+                    self.table = make_table(self.placed, self.calls)
             items = self.outputs.items()
             return {name: b.read(a) for name, (b, a) in items if only is None or name in only}
 
     def repeat(self) -> None:
-        """Make all calls once; inputs must be in their arrays, and outputs stay in theirs."""
+        """Run once more, for a caller that wrote the input arrays itself and reads the output arrays (row_tiles)."""
         self._run(self.calls, None, range(len(self.calls)))
 
     def _observer(self, on: frozenset[str]) -> Observer:
@@ -389,7 +385,7 @@ class Executor:
             backend.write(array, fitting(name, inputs[name], spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
-        """Run without updates; return which step first computes a non-finite value, or None."""
+        """Run without updates; return a text on the first step that computes a non-finite value, or None."""
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs)
             try:

@@ -33,7 +33,7 @@ class Graph:
         self.check_handles(self.calls)
 
     def _unique_names(self) -> dict[Tensor, str]:
-        """Name every tensor: weights, states and inputs keep their names, others get a suffix #2, #3 … if needed."""
+        """Return a name for every tensor: weights, states and inputs keep theirs, others get #2, #3 … if needed."""
         names: dict[Tensor, str] = {}
         use_counts: dict[str, int] = {}
         for leaf in [leaf for leaf in self.leaves if leaf.kind != "constant"]:
@@ -48,7 +48,7 @@ class Graph:
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:
-        """Raise GraphError if a call in this order reads a leaf's older handle after a write to that leaf."""
+        """Raise GraphError if a call, in this order, reads a leaf as it was before an earlier call wrote it."""
         current_handles: dict[Tensor, Tensor] = {}
         for call in calls:
             for t in call.reads:
@@ -76,13 +76,13 @@ class Graph:
 
     @property
     def written(self) -> list[str]:
-        """Names of the leaves that calls write."""
+        """Names of the leaves that calls write: updated weights, moments, caches."""
         handles = [t for call in self.calls for t in call.results[: len(call.op.writes)]]
         return [self.names[t.shared or t] for t in handles]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of calls, specs, attributes and names, independent of source lines."""
+        """Hash of calls, specs, attributes and names, independent of source lines: equal for equal graphs."""
         return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]
 
     def _lines(self, *, origins: bool) -> list[str]:
@@ -117,7 +117,7 @@ def _named_outputs(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
-    """Return the calls that the roots need, in the order written."""
+    """Return the calls that compute these tensors, directly or through others, in the order written."""
     visited: set[Call] = set()
     stack = [t.call for t in roots]
     while stack:

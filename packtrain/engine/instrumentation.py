@@ -29,7 +29,7 @@ Run = Callable[[], Any]  # returns None, or a quicker call for later runs, see r
 
 @dataclass(frozen=True, slots=True)
 class BoundStep:
-    """A step with its arrays, and the call that runs it."""
+    """A step of a placed graph with the arrays it reads and writes, and `run`, which calls its kernel on these."""
 
     step: KernelStep
     results: tuple[Any, ...]
@@ -39,14 +39,14 @@ class BoundStep:
 
 
 def print_stages(placed: Placed, plan: Plan) -> None:
-    """Print graph, placement and plan, as the debug flags say."""
+    """Print graph, placement and plan to stderr, each if its debug flag is on."""
     for flag, stage in (("graph", placed.graph), ("place", placed), ("plan", plan)):
         if flag in flags():
             print(stage, file=sys.stderr)
 
 
 class Observer:
-    """Bound steps as calls with watchers and checks.
+    """Runs the steps of an executor one by one, with the checks of the debug flags, and calls watchers of tensors.
 
     arenas    buffers by space and name
     watchers  pairs of a shell pattern of tensor names and a function of name and value
@@ -64,12 +64,12 @@ class Observer:
         self.freed_arrays = self._arrays_freed_after() if "poison" in on else {}
 
     def calls(self, *, updates: bool = True) -> list[Run]:
-        """Return the steps as calls; `updates=False` leaves out steps that write leaves."""
+        """Return a function per step that runs and checks it; `updates=False` leaves out steps that write leaves."""
         steps = enumerate(self.steps)
         return [partial(self._run_step, i, s) for i, s in steps if updates or not s.step.op.writes]
 
     def print_op_times(self) -> None:
-        """Print the time of each op, if the flag `time` is on."""
+        """Print the seconds that each op took to stderr, if the debug flag `time` is on."""
         if "time" in self.on:
             total = sum(self.op_seconds.values())
             for name, seconds in sorted(self.op_seconds.items(), key=lambda item: -item[1]):
@@ -101,7 +101,7 @@ class Observer:
     # ---- poison
 
     def _poison_fresh(self, bound: BoundStep) -> None:
-        """Poison results and workspace, except updated leaves and inputs that the result may overwrite."""
+        """Fill what a step will write with NaN, so that a kernel that leaves out values is noticed."""
         step, backend = bound.step, bound.step.backend
         for i, array in enumerate(bound.results):
             aliased = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
@@ -113,7 +113,7 @@ class Observer:
             backend.fill(array, NAN_BYTE)
 
     def _arrays_freed_after(self) -> dict[int, list[tuple[Backend, Any]]]:
-        """Map each step to the arrays of buffers that no later step needs; outputs are read after the last step."""
+        """Return, by step, the arrays that no later step needs and the flag `poison` may overwrite with NaN."""
         freed: dict[int, list[tuple[Backend, Any]]] = {}
         outputs = {self.names[t.base] for t in self.placed.graph.outputs.values()}
         backends = {buffer.space: buffer for buffer in self.placed.home.values()}
@@ -170,7 +170,8 @@ class Observer:
                 )
 
     def _specified(self, bound: BoundStep, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
-        """Return the numpy kernel's results for the saved inputs, with f32 computed as `real`."""
+        """Return what the op's numpy kernel (its specification) computes from these inputs, with f32 computed as
+        `real`."""
 
         def widened(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype

@@ -41,7 +41,7 @@ class WindowTooSmall(DoesNotFit):
 
 @dataclass(slots=True)
 class Turnover:
-    """Weights that leave memory before a step, weights to ask for then, and tables whose rows were read just before."""
+    """What happens before a step: weights that leave memory or are read ahead, and tables whose rows were just read."""
 
     dropped: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -64,12 +64,12 @@ class PageSchedule:
 
 
 def smallest_window(reads: Reads) -> int:
-    """Return the bytes that the step with the largest weights reads."""
+    """Return the bytes of weights that the step that reads most of them reads: no smaller window is possible."""
     return max((sum(step.values()) for step in reads), default=0)
 
 
 def page_schedule(reads: Reads, sizes: Mapping[str, int], limit: int) -> PageSchedule:
-    """Plan which weights are in memory before each step of a run that is repeated; raises DoesNotFit.
+    """Plan which weights are in memory before each step of a run that is repeated. Raises DoesNotFit.
 
     sizes  bytes of each weight; a step that reads fewer of them, such as rows of a table, does not ask for it ahead
     limit  most bytes in memory
@@ -98,7 +98,7 @@ def page_schedule(reads: Reads, sizes: Mapping[str, int], limit: int) -> PageSch
 
 
 class _Simulation:
-    """Weights in memory (`resident`, with their bytes) through the steps of runs."""
+    """Plays a run's steps through, to choose which weights (`resident`, with their bytes) stay, leave and come."""
 
     def __init__(self, reads: Reads, sizes: Mapping[str, int], limit: int) -> None:
         self.reads, self.sizes, self.limit = reads, sizes, limit
@@ -137,7 +137,7 @@ class _Simulation:
         return turnovers
 
     def look_ahead(self, place: int, turnover: Turnover) -> None:
-        """Ask for what later steps read, as long as there is room for it."""
+        """Read ahead the weights that later steps read, as long as there is room for them."""
         step, num_steps = self.steps[place], len(self.steps)
         for later in range(place + 1, place + num_steps):
             next_step = self.steps[later % num_steps]
@@ -149,7 +149,7 @@ class _Simulation:
                     self.load(name, nbytes, turnover)
 
     def make_room(self, nbytes: int, step: int, use: int, turnover: Turnover) -> bool:
-        """Drop weights, the one that is read last first, for bytes that step `use` reads; False if all come before."""
+        """Drop weights, the one read last first, for bytes that step `use` reads; False if all are read before it."""
         while self.resident_nbytes + nbytes > self.limit:
             waiting = self.resident.keys() - self.reads[step].keys()
             if not waiting and use == step:
@@ -161,7 +161,7 @@ class _Simulation:
         return True
 
     def is_part(self, name: str, step: int) -> bool:
-        """Whether a step reads only a part of a weight."""
+        """Whether a step reads only some rows of a weight."""
         return self.reads[step].get(name, self.sizes[name]) < self.sizes[name]
 
     def load(self, name: str, nbytes: int, turnover: Turnover) -> None:
@@ -182,7 +182,8 @@ LOOKUPS = {"get_rows": (0, 1), "matmul_id": (1, 2), "matmul_id_back": (1, 2)}
 
 
 class PageWindow:
-    """The mapped weights that a placed graph reads, and the schedule by which they come and go."""
+    """Keeps the mapped weights of a placed graph within a budget of memory: which pages come and go before each
+    step."""
 
     def __init__(self, placed: Placed, ranges: Mapping[str, FileRange], budget: PageBudget) -> None:
         self.ranges, self.budget = ranges, budget
@@ -197,7 +198,7 @@ class PageWindow:
     def over(
         cls, placed: Placed, arrays: Mapping[str, np.ndarray], budget: PageBudget | None
     ) -> "PageWindow | None":
-        """Return the window of a graph whose weights are these arrays; None without a budget."""
+        """Return the window of a graph whose weights are these arrays, mapped from files; None without a budget."""
         if budget is None:
             return None
         files = {name: mapped_file(array) for name, array in arrays.items()}
@@ -207,7 +208,7 @@ class PageWindow:
         return cls(placed, ranges, budget)
 
     def begin_run(self) -> None:
-        """Make memory what the schedule begins with, if another graph ran last or this one did not end."""
+        """Make memory hold what the schedule begins with, if another graph ran last or this one did not end."""
         budget = self.budget
         for file in {file for file, *_ in self.ranges.values()} - budget.files:
             file.release_all()
@@ -230,13 +231,13 @@ class PageWindow:
         budget.resident = self.at_end | {r: self.sizes[n] for n, r in self.ranges.items()}
 
     def end_run(self) -> None:
-        """Note that the schedule has been followed to its end."""
+        """Note that the schedule was followed to its end, so that the next run finds memory as planned."""
         self.budget.user, self.budget.resident = self, self.at_end
 
     def before(
         self, index: int, step: KernelStep, inputs: Sequence[Any], run: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """Return the call of step `index` of the schedule with what precedes it."""
+        """Return a call that reads and gives back pages as scheduled before step `index`, then makes its call `run`."""
         turnover = self.schedule.turnovers.get(index, Turnover())
         released = [self.ranges[name] for name in turnover.dropped]
         prefetched = [self.ranges[name] for name in turnover.loaded]
@@ -257,7 +258,7 @@ class PageWindow:
         return turn_over_and_run
 
     def _prefetch_rows(self, step: KernelStep, inputs: Sequence[Any]) -> None:
-        """Ask for the rows of a table, or the experts of a mixture, that a step reads."""
+        """Read ahead the rows of a table, or the experts of a mixture, that a step looks up by one of its inputs."""
         place, id_place = LOOKUPS[step.op.name]
         table = step.reads[place]
         file, start, stop = self.ranges[table.base.label]
@@ -283,12 +284,12 @@ class PageWindow:
 
 
 def in_pages(nbytes: int) -> int:
-    """Return the bytes of the pages that bytes of a file may touch."""
+    """Return the bytes of memory pages that `nbytes` of a file may touch."""
     return nbytes + 2 * mmap.PAGESIZE
 
 
 def weight_reads(placed: Placed, sizes: Mapping[str, int]) -> Reads:
-    """Return the bytes that each step of a graph reads of the weights in `sizes`."""
+    """Return, by step of a graph, the bytes that it reads of each weight in `sizes`."""
     return [
         {t.base.label: nbytes for t in step.reads if (nbytes := _read_nbytes(step, t, sizes))}
         for step in placed.steps
@@ -296,7 +297,7 @@ def weight_reads(placed: Placed, sizes: Mapping[str, int]) -> Reads:
 
 
 def _read_nbytes(step: KernelStep, t: Tensor, sizes: Mapping[str, int]) -> int:
-    """Return how many bytes of a weight a step reads: all, or those of the rows or experts that it looks up."""
+    """Return how many bytes of weight t a step reads: all, or those of the rows or experts that it looks up."""
     if t.base.kind != "weight" or step.backend.space != HOST:
         return 0
     nbytes, (table, ids) = sizes.get(t.base.label, 0), LOOKUPS.get(step.op.name, (-1, -1))

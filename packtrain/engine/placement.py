@@ -24,7 +24,7 @@ BARRIER = -1  # in a sequence of calls
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A Graph with a backend for every call: steps in order without views, and a home per storage.
+    """A Graph with a backend for every call: steps in order, without views, and the backend where each value lives.
 
     barriers  counts of steps after which freed bytes may be used again; None: after every step
     """
@@ -36,7 +36,7 @@ class Placed:
     barriers: tuple[int, ...] | None = None
 
     def released(self, step: int) -> int:
-        """Return the first step that may use the bytes that `step` was the last to need."""
+        """Return the first step that may overwrite bytes last needed by `step`: the next one, or after a barrier."""
         if self.barriers is None:
             return step + 1
         at = bisect_right(self.barriers, step)
@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the graph's fingerprint and of its placement."""
+        """Hash of the graph's fingerprint and of its placement, by which a plan knows its graph."""
         names = self.names
         lines = [f"{names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
         lines += [f"{names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps]
@@ -54,7 +54,7 @@ class Placed:
 
     @property
     def splits(self) -> list[tuple[Backend, list[KernelStep]]]:
-        """Runs of consecutive steps on one backend, without copies that begin and finish beside other steps."""
+        """Stretches of consecutive steps on one backend, each with its steps; copies beside kernels are left out."""
         computing = (s for s in self.steps if s.op not in (BEGIN_COPY, FINISH_COPY))
         return [(b, list(steps)) for b, steps in itertools.groupby(computing, lambda s: s.backend)]
 
@@ -64,8 +64,8 @@ class Placed:
         return [s for s in self.steps if s.source is not None]
 
     @property
-    def put_away(self) -> list[KernelStep]:
-        """The copies of the graph's `offloaded` values to host memory, and back."""
+    def offloads(self) -> list[KernelStep]:
+        """The steps that copy the graph's `offloaded` values to host memory, and back."""
         finished_copies = {s.inputs[0]: s.results[0] for s in self.steps if s.op is FINISH_COPY}
         copy_steps = [(s, finished_copies.get(s.results[0], s.results[0])) for s in self.copies]
         offloaded = {copy for s, copy in copy_steps if s.reads[0] in self.graph.offloaded}
@@ -184,7 +184,7 @@ class _PlacementBuilder:
 
     @cached_property
     def reader_spaces(self) -> dict[Tensor, set[str]]:
-        """For each tensor, the spaces where calls read it beside weights or states that live there."""
+        """By tensor, the memory spaces where calls read it beside weights or states that live there."""
         spaces: dict[Tensor, set[str]] = {}
         for call in self.graph.calls:
             backend = self._leaf_backend(call)
@@ -194,7 +194,7 @@ class _PlacementBuilder:
         return spaces
 
     def _leaf_backend(self, call: Call) -> Backend | None:
-        """Return the backend that holds the leaf that the call writes, else the first weight or state it reads."""
+        """Return the backend of the leaf that the call writes, else of the first weight or state it reads, or None."""
         leaves = [t.base for t in call.reads if t.base.kind in ("weight", "state")]
         written_leaves = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
         return self.home[(written_leaves or leaves)[0]] if leaves else None
@@ -209,7 +209,7 @@ class _PlacementBuilder:
         return numpy, require_kernel(numpy, call, call.op, call.inputs)
 
     def _nearby_backends(self, call: Call) -> list[Backend]:
-        """Return the backends of the call's leaf or inputs, the backend with the fewest copied bytes first."""
+        """Return the backends of the call's leaf or inputs, the one to which the fewest bytes must be copied first."""
         if (leaf_backend := self._leaf_backend(call)) is not None:
             return [leaf_backend]
         newest_reads = sorted(call.reads, key=lambda t: -1 if t.call is None else t.call.serial)
@@ -219,7 +219,7 @@ class _PlacementBuilder:
         return sorted(homes.values(), key=lambda backend: self._copied_nbytes(call, backend.space))
 
     def _copied_nbytes(self, call: Call, space: str) -> int:
-        """Bytes that are copied if the call runs in a space: inputs to that space, results from it."""
+        """Return the bytes that are copied if the call runs in a memory space: inputs to it, results from it."""
         remote_inputs = [t for t in call.reads if self.home[t.base].space != space]
         needed = {part for t in remote_inputs if (part := self.copies.part(t, space)) is not None}
         spaces = self.reader_spaces

@@ -22,7 +22,7 @@ from packtrain.kernels.runtime import loader, machine_code
 
 
 def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
-    """Return a list of equal length whose calls do equal work, recorded where possible; `calls` have all run once."""
+    """Return calls that do the work of `calls`, which have run once, in later runs: recorded where possible."""
     if "norecord" in flags():
         return calls
     remaining_calls, replayable = iter(calls), list[Run]()
@@ -37,8 +37,8 @@ def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
 
 
 def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int, Any]]) -> None:
-    """Let backends allocate what the kernels of all these graphs need, before any runs, and lock host arenas that
-    copies reach beside kernels."""
+    """Let backends allocate what the kernels of these graphs need, before any runs, and lock (pin) host arenas from and
+    to which they copy beside kernels."""
     steps = [step for placed in placed_graphs for step in placed.steps]
     for backend in {step.backend for step in steps}:
         backend.reserve(c for s in steps if s.backend is backend and (c := s.op_call) is not None)
@@ -48,7 +48,7 @@ def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int
 
 
 class CompiledCallTable:
-    """Kernel entries (see kernels.machine_code) and argument words of calls, which compiled code makes in turn."""
+    """Calls of a run that compiled code makes without Python: entries of kernels, and their arguments as words."""
 
     def __init__(self, placed: Placed, calls: Sequence[Run]) -> None:
         self.entry_rows, self._live_arguments = np.zeros((len(calls), 2), np.int64), list[Any]()
@@ -88,7 +88,7 @@ class CompiledCallTable:
         return self._counts[output_names]
 
     def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
-        """Make the first `num_calls` calls; yield the indices of calls for the caller to make: no entry, or failed."""
+        """Make the first `num_calls` calls; yield the indices of those left to the caller: no entry, or failed."""
         index, call_module = 0, loader.load("jit")
         run_all, done_mark = call_module.run_all, call_module.DONE_BY_EARLIER_CALL
         while (index := run_all(self.entry_rows, index, num_calls)) < num_calls:
@@ -99,7 +99,7 @@ class CompiledCallTable:
                 index += 1
 
 
-def tabled(placed: Placed, calls: Sequence[Run]) -> CompiledCallTable | None:
-    """Return the table of calls that have all run once; None if no call has an entry."""
+def make_table(placed: Placed, calls: Sequence[Run]) -> CompiledCallTable | None:
+    """Return the table of compiled calls for later runs; None if compiled code can make none of `calls`."""
     call_table = None if "norecord" in flags() else CompiledCallTable(placed, calls)
     return call_table if call_table is not None and call_table.entry_rows[:, 0].any() else None

@@ -34,7 +34,7 @@ BuildBody = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class TileBody:
-    """What a tile computes; bodies of equal structure are equal.
+    """A graph that computes a tile, a few rows, of the results of `tiled`; bodies of equal structure are equal.
 
     structure  the calls as text, without names
     count      number of tiles
@@ -53,7 +53,8 @@ class TileBody:
         return *self.rows, *self.wholes
 
     def outer_spec(self, t: Tensor) -> Spec:
-        """Return the spec of what a leaf or result of the body is a tile of, or stands for."""
+        """Return the spec of the whole tensor outside: t, a leaf or result of the body, is a tile of it or stands for
+        it."""
         length = t.shape[AXIS : AXIS + 1] if t in self.wholes else (self.count * t.shape[AXIS],)
         return Spec((*t.shape[:AXIS], *length, *t.shape[AXIS + 1 :]), t.dtype)
 
@@ -99,7 +100,7 @@ def in_tiles(
 
 @dataclass(frozen=True)
 class _TileProgram:
-    """A graph of a tile, placed and planned on the CPU: outputs and states are called out.N, see `tiled`.
+    """The graph of one tile or of its gradients, placed and planned on the CPU; outputs and states are called out.N.
 
     body  the body whose leaves the graph has; that of a call may be another, but equal
     """
@@ -119,7 +120,8 @@ def _program(body: TileBody, dy_indices: Indices, dx_indices: Indices) -> _TileP
 def _backward_graph(
     body: TileBody, forward: Graph, dy_indices: Indices, dx_indices: Indices
 ) -> Graph:
-    """Return the graph that runs the body again and computes gradients: of rows as outputs, of wholes as sums."""
+    """Return the graph that runs the body again and computes a tile's gradients: of rows as outputs, of wholes as
+    sums."""
     arriving = {body.results[i]: input(f"dy.{i}", body.results[i].shape) for i in dy_indices}
     names = {body.inputs[i]: f"out.{k}" for k, i in enumerate(dx_indices)}
     outputs, sums = dict[str, Tensor](), list[Tensor]()
@@ -172,10 +174,10 @@ def tiled_vjp(dy, y, *inputs, body, active):
 def tiled_back(
     acc: Tensor | None = None, *tensors: Tensor, body: TileBody, dy_indices: Indices, dx_indices: Indices
 ) -> tuple[Spec, ...]:  # fmt: skip
-    """Gradients of tiled for its inputs `dx_indices`; runs the body again, tile by tile.
+    """Gradients of tiled for its inputs `dx_indices`; runs the body (a tile's graph) again, tile by tile.
 
-    The first tensors are gradients of the results `dy_indices`, the others inputs of `tiled`. Gradients for inputs that
-    all tiles read are sums over tiles, the first rows first.
+    The first tensors are gradients of the results `dy_indices` of tiled, the others its inputs. A gradient for an input
+    that all tiles read is summed over tiles, from the first rows on.
 
         acc  as the first result, to which it is added
     """
@@ -201,7 +203,8 @@ def tiles_cpu(out, *tensors, body, dy_indices=(), dx_indices=(), work):
 
 
 def _run_tiles(start, program, dy_indices, out, tensors):
-    """Run a program once per tile; its outputs are rows of results, and its states are results that are sums.
+    """Run a tile's graph (`program`) once per tile and write to `out`: its outputs are rows of results; results that
+    are sums over tiles are its states.
 
     start  returns a function that runs the program on arrays of a tile's rows by name and returns the outputs
     """
@@ -242,7 +245,8 @@ def _interpreted(program, arrays):
 
 
 def _executed(arena, program, arrays):
-    """Bind the program to memory, anew in each run: bound calls of all blocks together would take megabytes."""
+    """Return a function that runs the program on a tile's arrays. It is bound in each run, as bound calls take
+    megabytes."""
     executor = Executor(_TileMemory(arrays, arena), program.placed, program.plan)
 
     def run(tiles):
@@ -281,7 +285,7 @@ def tiles_workspace(*tensors, body, dy_indices=(), dx_indices=()):
 @tiled.cost
 @tiled_back.cost
 def tiles_cost(out, *tensors, body, dy_indices=(), dx_indices=()):
-    """Return the cost of all tiles. Attention sees on average (n + 1) / 2n of the keys in n tiles."""
+    """Return the cost of running all tiles. Attention sees on average (n + 1) / 2n of the keys in n tiles."""
     work, nbytes = dict[str, float](), 0.0
     steps = _program(body, dy_indices, dx_indices).placed.steps
     read = {t for step in steps for t in step.reads}
@@ -295,7 +299,7 @@ def tiles_cost(out, *tensors, body, dy_indices=(), dx_indices=()):
 
 
 def _sample_body(tiles, wholes):
-    """Return a feed-forward of attention to all keys, and the sum of squares of each row."""
+    """Return a feed-forward of attention to all keys, and the sum of squares of each row: the body of samples."""
     (x, pos), heads = tiles, (1, tiles[0].shape[-1])
     q = ops.matmul(x, wholes["wq"])
     q, keys = (ops.reshape(t, shape=(*t.shape[:2], *heads)) for t in (q, wholes["keys"]))

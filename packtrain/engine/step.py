@@ -10,7 +10,7 @@ from packtrain.engine.tensor import Call, Kernel, Op, Spec, Tensor
 
 
 def _copy_op(name: str, *inplace: int) -> Op[..., Any]:
-    """Make an op for placed graphs alone, with a copy's shape rule."""
+    """Make an op of one step of a copy: it occurs in placed graphs only, and has the shape rule of `cont`."""
     op = copy(cont)
     op.name, op.inplace = name, {0: inplace}
     return op
@@ -51,7 +51,7 @@ class KernelStep:
 
     @property
     def is_host_copy(self) -> bool:
-        """Whether the host carries out this step in every run: a copy between memories."""
+        """Whether this step is a copy between memories, which the host carries out in every run."""
         return self.source is not None or self.op is FINISH_COPY
 
     @property

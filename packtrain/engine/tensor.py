@@ -31,7 +31,7 @@ class GraphError(ValueError):
 
 
 class RequirementError(Exception):
-    """Raised for a violated requirement of a shape rule; the Op adds its name and the call site."""
+    """Raised by a shape rule for a violated requirement; the Op raises a GraphError with its name and the call site."""
 
 
 def require(condition: bool, fact: str, *tensors: "Tensor | None") -> None:
@@ -57,7 +57,7 @@ class Spec:
 
     @property
     def strides(self) -> Shape:
-        """Bytes between neighbours along each axis when the tensor is dense."""
+        """Bytes from one element to the next along each axis, if the tensor is dense."""
         return dense_strides(self.shape, self.dtype)
 
     def require(self, **tensors: "Tensor | None") -> "Spec":
@@ -153,7 +153,7 @@ class Tensor:
 
     @property
     def handle(self) -> "Tensor":
-        """The leaf, result or updated leaf that this tensor is a view of; itself if it is no view."""
+        """The tensor that this one views: a leaf, a result, or what an op that wrote a leaf returned; else itself."""
         t = self
         while t.call is not None and t.call.op.view:
             t = t.call.reads[0]
@@ -186,7 +186,7 @@ class Tensor:
 
 
 def named(name: str, tensor: Tensor) -> Tensor:
-    """Name a tensor and return it; a tensor that already has a name raises GraphError."""
+    """Give a tensor without a name this name and return it; raise GraphError if it has a name."""
     if tensor.name is not None:
         raise GraphError(f"{tensor.name} already has a name and cannot become {name}")
     object.__setattr__(tensor, "name", name)
@@ -246,7 +246,7 @@ class Kernel:
     strided: bool | IsStrided
 
     def accepts(self, index: int, t: Tensor) -> bool:
-        """Whether input `index` may be t without a copy; otherwise `place` inserts a dense copy."""
+        """Whether the kernel can read t as its input `index` as it is; otherwise `place` inserts a dense copy."""
         strided = self.strided
         return t.dense or (strided if isinstance(strided, bool) else strided(index, t))
 

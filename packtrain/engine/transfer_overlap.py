@@ -34,8 +34,8 @@ class _Transfer:
 def overlap_transfers(
     steps: Sequence[KernelStep], home: dict[Tensor, Backend], names: dict[Tensor, str]
 ) -> list[KernelStep]:
-    """Return the steps with copies in two parts where a backend carries them beside its kernels. Tensors under way
-    get a home and a name."""
+    """Split copies between memories into two steps, begin and finish, with other steps in between, where a backend
+    copies beside its kernels; return all steps. Copies under way get a home and a name."""
     transfers = _find_transfers(steps) if any(map(attrgetter("source"), steps)) else {}
     begins, arrivals = dict[int, list[KernelStep]](), dict[int, list[KernelStep]]()
     used_names = dict.fromkeys(names.values(), 1) if transfers else {}
@@ -54,7 +54,7 @@ def overlap_transfers(
 
 
 def _find_transfers(steps: Sequence[KernelStep]) -> dict[int, _Transfer]:
-    """Return transfers by step index, each as early and as late as its values and the previous transfer allow."""
+    """Return copies to split, by step index, each as early and as late as values and other copies allow."""
     writing_steps, read = _touched([s.results for s in steps]), _touched([s.reads for s in steps])
     updates = [index for index, s in enumerate(steps) if s.op.writes]
     transfers, last_transfers = dict[int, _Transfer](), dict[tuple[str, str], _Transfer]()
@@ -81,7 +81,7 @@ def _find_transfers(steps: Sequence[KernelStep]) -> dict[int, _Transfer]:
 
 
 def _touched(tensor_groups: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[int]]:
-    """Map each base tensor to the indices of the groups that contain it or a view of it."""
+    """Return, by tensor that owns bytes, the indices of the groups that contain it or a view of it."""
     indices = dict[Tensor, list[int]]()
     for index, tensors in enumerate(tensor_groups):
         for t in tensors:

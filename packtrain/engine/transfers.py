@@ -17,7 +17,7 @@ CopyWriter = Callable[[Call, Backend, Kernel, Tensor, Tensor, Backend | None], N
 
 
 class TransferCopies:
-    """Makes copies of a graph's values and adds a name and a home for each copy to `names` and `home`.
+    """Inserts copies between memories for calls that are being placed; adds a name and a home for each copy.
 
     write_copy  called for each new copy
     order       the graph's calls in the order of the run
@@ -33,18 +33,18 @@ class TransferCopies:
         self.leaving, self.left = _offloads_after(graph.offloaded, order), dict[Tensor, Tensor]()
 
     def part(self, t: Tensor, space: str) -> Tensor | None:
-        """Return the tensor to copy so that t can be read in a space; None if the copy exists."""
+        """Return the tensor that must be copied so that t can be read in a memory space; None if the copy exists."""
         copied_part = self._copied_part(t, space)
         return None if (copied_part, space) in self.copies else copied_part
 
     def offload_values(self, call: Call) -> None:
-        """Copy to host memory the values that are offloaded after this call."""
+        """Copy to host memory the values that wait there for the backward pass from this call on."""
         for t in self.leaving.get(call, ()):
             if self.home[t].space != HOST:
-                self.left[t] = self._cross(call, t, cpu)
+                self.left[t] = self._copy_to(call, t, cpu)
 
     def bring_input(self, call: Call, t: Tensor, backend: Backend, accepts_strided: bool) -> Tensor:
-        """Return t, or a copy that `backend` can read: in its space, and dense unless strides are accepted."""
+        """Return t, or a copy that `backend` can read: in its memory, and dense unless strides are accepted."""
         base = t.shared or t
         home_space = self.home[base].space
         if base in self.left and backend.space == home_space:
@@ -57,31 +57,31 @@ class TransferCopies:
         return self._add_copy(call, t, backend, dense_kernel, f"{self.names[t]} dense")
 
     def _copied_part(self, t: Tensor, space: str) -> Tensor:
-        """Return the tensor to copy so that t can be read in a space: a dense part alone, else all that t views."""
+        """Return the tensor to copy so that t can be read elsewhere: t if it is a dense part, else all that t views."""
         handle = t.handle
         is_partial = t.dense and t.spec.nbytes < handle.spec.nbytes
         return t if is_partial and (handle, space) not in self.copies else handle
 
     def _moved_input(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
-        """Return t in the space of another backend: a copy, or the corresponding view of a copy."""
+        """Return t in the memory of another backend, for `call` to read: a copy, or t's view of a copy."""
         key = t, backend.space
         if key not in self.copies:
             copied_part = self._copied_part(t, backend.space)
-            copy = self._cross(call, copied_part, backend)
+            copy = self._copy_to(call, copied_part, backend)
             self.copies[key] = self._view_of_copy(t, copied_part, copy, f"on {backend.space}")
         return self.copies[key]
 
     def _returned_input(self, call: Call, t: Tensor) -> Tensor:
-        """Return an offloaded tensor, or the corresponding view of it, copied back to its home."""
+        """Return an offloaded tensor, or t's view of it, copied back to its home for `call` to read."""
         key, home = (t, "back"), self.home[t.base]
         if key not in self.copies:
             offloaded = self.left[t.base]
-            copy = self._cross(call, offloaded, home, f"{self.names[t.base]} back")
+            copy = self._copy_to(call, offloaded, home, f"{self.names[t.base]} back")
             self.copies[key] = self._view_of_copy(t, t.base, copy, "back")
         return self.copies[key]
 
     def _view_of_copy(self, t: Tensor, copied_part: Tensor, copy: Tensor, suffix: str) -> Tensor:
-        """Return the view of `copy` that corresponds to t, which is `copied_part` or a view of it."""
+        """Return what t is of `copied_part`, itself or a view of it, for `copy`: itself or an equal view of it."""
         if t is copied_part:
             return copy
         assert t.call is not None
@@ -90,8 +90,8 @@ class TransferCopies:
         self.names[view] = unique_name(f"{self.names[t]} {suffix}", self.used_names)
         return view
 
-    def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
-        """Copy t to the memory of another backend and return the copy."""
+    def _copy_to(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
+        """Insert a step that copies t to the memory of `backend` before (or after) `call`; return the copy."""
         source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
         kernel = Kernel(lambda y, x: move_array(backend, y, source, x), strided=False)
         return self._add_copy(call, t, backend, kernel, name, source)
@@ -117,7 +117,7 @@ def require_kernel(
 
 
 def _offloads_after(offloaded: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
-    """Map calls to the values to offload after them: no later forward call touches these, a backward call does."""
+    """Return, by call, the values to offload after it: no later forward call touches these, a backward call does."""
     last, later = dict[Tensor, Call](), set[Tensor]()
     for call in (call for call in order if offloaded and not call.op.view):
         touched_tensors = offloaded & {t.base for t in (*call.reads, *call.results)}
@@ -132,7 +132,7 @@ def _offloads_after(offloaded: Set[Tensor], order: Sequence[Call]) -> dict[Call,
 
 
 def move_array(backend: Backend, y: Any, source: Backend, x: Any) -> None:
-    """Copy an array from one space to another."""
+    """Copy array x of backend `source` to array y of another backend."""
     source.sync()
     target_window = backend.window(y)
     source_window = source.window(x)

@@ -8,7 +8,7 @@ from packtrain.engine.tensor import Spec
 
 
 class Stopped(Exception):
-    """Raised when a run is stopped between two steps."""
+    """Raised when a run is stopped between two steps, at the caller's request."""
 
 
 class RunError(RuntimeError):
@@ -18,7 +18,7 @@ class RunError(RuntimeError):
 def fitting(
     name: str, value: Any, spec: Spec, casting: Literal["no", "same_kind"] = "same_kind"
 ) -> np.ndarray:
-    """Return the value as an array of the spec; raise RunError if shape, kind of number or range does not fit."""
+    """Return the value as an array of the spec; raise RunError if its shape, kind of number or range does not fit."""
     array, dtype, shape = np.asarray(value), spec.dtype.numpy, spec.dtype.array_shape(spec.shape)
     if array.shape == shape and array.dtype == dtype:
         return array

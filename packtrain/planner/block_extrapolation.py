@@ -1,4 +1,4 @@
-"""Shortens a run's model to a few blocks, to estimate the whole run from shorter graphs.
+"""Shortens a run's model to a few blocks: graphs of two and three blocks tell what each further block costs.
 
 with_num_blocks returns a StepShape with fewer blocks, in which every block trains the tensors trained in the long one.
 """
@@ -9,23 +9,22 @@ from functools import cache
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.planner.step_shape import BaseModel, StepShape
-from packtrain.planner.training_plans import passed_over
+from packtrain.planner.training_plans import num_unreached
 
 NUM_KV_SOURCES = 2  # blocks whose keys and values others share: one with a window and one without
 TensorKinds = frozenset[str]  # names of tensors within a block
 
 
 def num_reached_blocks(shape: StepShape) -> int:
-    """Return the number of blocks that the backward pass reaches."""
-    return shape.config.block_count - passed_over(shape.config, shape.base)
+    """Return how many blocks the backward pass runs through: all from the lowest trained tensor on."""
+    return shape.config.block_count - num_unreached(shape.config, shape.base)
 
 
 def blocks_match(shape: StepShape) -> bool:
-    """Whether all blocks that the backward pass reaches train tensors of the same names and shapes.
-
-    The first of a mixture's blocks may be dense: a shorter model has it as well.
-    """
-    config, first = shape.config, passed_over(shape.config, shape.base)
+    """Whether the blocks that the backward pass reaches are alike, so that few measured blocks tell the cost of all.
+    Tensors of the same names and shapes are trained in all. The first block of a mixture of experts may be dense, as a
+    shorter model has such a block, too."""
+    config, first = shape.config, num_unreached(shape.config, shape.base)
     num_dense = _dense(config, first)
     if config.differing or (config.interleave_moe_layer_step > 1 and num_reached_blocks(shape) > 1):
         return False
@@ -33,14 +32,14 @@ def blocks_match(shape: StepShape) -> bool:
 
 
 def with_num_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
-    """Return the shape with `count` blocks that the backward pass reaches, after `below` that it does not.
+    """Return the shape with a model of `below + count` blocks, of which the backward pass reaches the last `count`.
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
     mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts alternate
-    with others, all have experts. Either all blocks have their own keys and values, or none does and two below do.
+    with others, all have experts. If blocks share earlier ones' keys and values, two below have their own.
     """
     config, base = shape.config, shape.base
-    first = 0 if base is None else passed_over(config, base)
+    first = 0 if base is None else num_unreached(config, base)
     shares_kv = 0 < config.own_kv <= first
     below = max(below, NUM_KV_SOURCES) if shares_kv else below
     num_blocks = below + count
@@ -67,7 +66,7 @@ def with_num_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
 
 
 def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
-    """Return which of `count` blocks have windows."""
+    """Return `Config.window_pattern`, which says where attention has a sliding window, for `count` blocks."""
     pattern = config.window_pattern
     if isinstance(pattern, tuple) and count > len(pattern):
         return (pattern * count)[:count]
@@ -78,8 +77,8 @@ def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
 
 @cache
 def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> BaseModel:
-    """Return the base of the shorter model, with the types and frozen tensors of the longer model, block by block."""
-    first, types = passed_over(config, base), dict(base.types)
+    """Return the base of the shorter model `short`; its blocks have the types of the blocks they stand for."""
+    first, types = num_unreached(config, base), dict(base.types)
     trained_kinds = frozenset[str]().union(*_trained(config, base))
     source_blocks, matching_types, frozen = _source_blocks(config, short, first, below), [], []
     short_leaves = transformer.weights(replace(short, lora=None))
@@ -116,13 +115,13 @@ def _mixture_blocks(config: Config, first_block: int) -> list[int]:
 
 
 def _dense(config: Config, first_block: int) -> int:
-    """Return how many blocks from `first_block` on a mixture has without experts."""
+    """Return how many blocks from `first_block` on have a dense feed-forward network in a mixture-of-experts model."""
     return max(0, config.leading_dense_block_count - first_block)
 
 
 @cache
 def _trained(config: Config, base: BaseModel | None) -> tuple[TensorKinds, ...]:
-    """Return the names of the trained tensors of each block."""
+    """Return, by block, the names of its trained tensors without `blk.N.`, such as `attn_q.weight`."""
     block_kinds: list[set[str]] = [set() for _ in range(config.block_count)]
     leaves = transformer.weights(config)
     for name in leaves if base is None else base.trained_names(config, leaves):
@@ -133,7 +132,7 @@ def _trained(config: Config, base: BaseModel | None) -> tuple[TensorKinds, ...]:
 
 
 def _block_and_kind(name: str) -> tuple[int | None, str]:
-    """Return the block number of a tensor (None outside of blocks) and its name within the block."""
+    """Split `blk.3.attn_q.weight` into (3, "attn_q.weight"); the number is None for tensors outside of blocks."""
     if not name.startswith("blk."):
         return None, name
     _, block_text, tensor_kind = name.split(".", 2)

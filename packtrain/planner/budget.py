@@ -1,7 +1,7 @@
 """Keeps to `--memory` and the limits of devices: finds the fastest plan that fits, or a refusal with advice.
 
-plan_within_limits returns TrainingPlans for a StepShape and a PlanRequest. The search changes results only by the
-order of floating-point additions, which is printed. It runs in a child process, so that its memory is freed.
+plan_within_limits returns TrainingPlans for a StepShape and a PlanRequest. The search changes results only by the order
+of floating-point additions, which is printed. It runs in a child process, so that its memory is freed.
 """
 
 import math
@@ -41,7 +41,8 @@ MAX_SEARCHES = 3  # searches, each with lower limits, until the result fits the 
 def plan_within_limits(
     shape: StepShape, request: PlanRequest, report: ReportFunction = print
 ) -> TrainingPlans:
-    """Return plans within the limits, or the smallest plans with a refusal; searches before the kernels are loaded."""
+    """Return the plans of the fastest step within `request.limits`; if none fits, the smallest plans with a refusal.
+    The search runs before kernels are loaded, while this process is small."""
     if not request.limits:
         request.kernels.load()
         return plan_in_process(with_saved_choice(shape, request, unlimited), request)
@@ -49,13 +50,13 @@ def plan_within_limits(
     plans, change = _plan_before_loading(shape, request, report)
     was_within_limit = plans.needed_nbytes <= host_limit
     request.kernels.load()
-    plans = with_process_baseline(plans, plans.search_nbytes)
+    plans = with_baseline(plans, plans.search_nbytes)
     replan_nbytes = private_nbytes() + search_child_nbytes(shape, request)
     if was_within_limit and plans.needed_nbytes > host_limit >= replan_nbytes:
         request = replace(request, baseline_nbytes=plans.baseline_nbytes)
         del plans  # kernels took more than expected
         plans, change = search_plans(shape, request, report)
-    refusal_text = full(plans, request.limits, change)
+    refusal_text = device_refusal(plans, request.limits, change)
     if refusal_text is None and plans.needed_nbytes > host_limit:
         refusal_text = host_refusal(plans, change, int(host_limit))
     return plans if refusal_text is None else replace(plans, refusal=refusal_text)
@@ -64,15 +65,14 @@ def plan_within_limits(
 def _plan_before_loading(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
-    """Return plans within the limits and a change of settings, as `search_plans`; avoids a search that would not fit.
-
-    If only the search exceeds the limit, plans without a search are returned.
-    """
+    """Return what search_plans returns, while no kernel is loaded. If the search itself would exceed the limit, plans
+    that recompute only what the user asked for, or what is nearly free, are made without a search and returned if they
+    fit."""
     if private_nbytes() + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
         return search_plans(shape, request, report)
     plans = plan_in_process(unlimited(shape, request), request)
     direct_nbytes = nbytes_with_margin(plans, HOST)
-    if direct_nbytes <= request.limits[HOST] and not full(plans, request.limits, ""):
+    if direct_nbytes <= request.limits[HOST] and not device_refusal(plans, request.limits, ""):
         return plans, ""
     del plans
     release_memory()
@@ -80,8 +80,8 @@ def _plan_before_loading(
     return replace(plans, search_nbytes=min(plans.search_nbytes, direct_nbytes)), change
 
 
-def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
-    """Return plans of a shape that another rank has decided, with a refusal if they exceed this process's limit."""
+def plan_shape(shape: StepShape, request: PlanRequest) -> TrainingPlans:
+    """Make the plans of a shape that rank 0 chose for all ranks, with a refusal if they exceed this rank's limit."""
     request.kernels.load()
     plans, host_limit = plan_in_process(shape, request), request.limits.get(HOST)
     if host_limit is None or plans.needed_nbytes <= host_limit:
@@ -92,7 +92,8 @@ def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
 def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
-    """Search plans within the limits; also return a change of settings that would fit if none do."""
+    """Search the fastest plans within the limits; return them and "". If none fit, return the smallest plans and
+    advice: the first change of settings that would fit, such as a shorter context."""
     limits = dict(request.limits)
     if HOST in limits:
         limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
@@ -126,10 +127,8 @@ def search_plans(
 
 
 def _place_search(shape: StepShape, request: PlanRequest) -> tuple[Callable[..., Any], int]:
-    """Return the function that runs a search, in a child or here, and the bytes that the search adds.
-
-    A search runs here if a child beside this process would exceed the limit.
-    """
+    """Return the function that runs a search, in a child process or here, and the bytes that the search adds in memory.
+    A search runs here if a child beside this process would exceed the limit."""
     nbytes = search_child_nbytes(shape, request)
     if private_nbytes() + nbytes <= request.limits.get(HOST, math.inf):
         return run_in_child, nbytes
@@ -142,22 +141,22 @@ def _run_here(announce: Callable[[], None], function: Callable[..., R], *argumen
 
 
 def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
-    """Return the bytes of a memory space, with a margin for kernels if the space is the process's own."""
+    """Return the bytes of a run in a memory space; those of this process with a margin, as kernels' memory varies."""
     return plans.total_nbytes + KERNEL_MARGIN_NBYTES if space == HOST else plans.nbytes_in(space)
 
 
-def plan_in_process(shape: StepShape, request: PlanRequest, search: int = 0) -> TrainingPlans:
+def plan_in_process(shape: StepShape, request: PlanRequest, search_peak: int = 0) -> TrainingPlans:
     """Make plans in this process; if packing loads some kernels, load the others, whose memory alone is unknown."""
     plans = request.make_plans(shape)
     if any(map(kernels.is_loaded, request.kernels.names)):
         request.kernels.load()
-    return with_process_baseline(plans, search, request.kernels.pending_nbytes)
+    return with_baseline(plans, search_peak, request.kernels.pending_nbytes)
 
 
-def with_process_baseline(plans: TrainingPlans, search: int = 0, extra: int = 0) -> TrainingPlans:
-    """Return the plans with the memory of this process now, plus `extra` that it will take before the run."""
+def with_baseline(plans: TrainingPlans, search_peak: int = 0, extra: int = 0) -> TrainingPlans:
+    """Return the plans with this process's bytes as baseline, and `extra`, by which it will grow before the run."""
     release_memory()
-    return replace(plans, baseline_nbytes=private_nbytes() + extra, search_nbytes=search)
+    return replace(plans, baseline_nbytes=private_nbytes() + extra, search_nbytes=search_peak)
 
 
 def search_child_nbytes(shape: StepShape, request: PlanRequest) -> int:
@@ -166,23 +165,23 @@ def search_child_nbytes(shape: StepShape, request: PlanRequest) -> int:
 
 
 def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunction) -> int:
-    """Return the smallest budget, in bytes, within which a plan fits."""
+    """Search the plans of the fewest bytes and return the --memory, in bytes, that suffices for them."""
 
     run_search, _ = _place_search(shape, request)
     plans = run_search(lambda: report("searching the smallest plan …"), smallest, shape, request)
-    return enough(plan_in_process(plans, request))
+    return safe_budget(plan_in_process(plans, request))
 
 
-def enough(plans: TrainingPlans) -> int:
-    """Return a budget that is enough for these plans in any process."""
+def safe_budget(plans: TrainingPlans) -> int:
+    """Return the --memory, in bytes, that suffices for these plans in any process: processes differ by 2 MiB."""
     return plans.needed_nbytes + SPARE_NBYTES
 
 
 # ---- refusal
 
 
-def full(plans: TrainingPlans, limits: Mapping[str, int], suggested_change: str) -> str | None:
-    """Return a refusal if a memory space other than the process's own would exceed its limit, else None."""
+def device_refusal(plans: TrainingPlans, limits: Mapping[str, int], advice: str) -> str | None:
+    """Return a refusal text, with `advice`, if the plans exceed the limit of a device's memory, else None."""
     for space in plans.device_spaces:
         nbytes = plans.nbytes_in(space)
         if nbytes > limits.get(space, nbytes):
@@ -190,13 +189,13 @@ def full(plans: TrainingPlans, limits: Mapping[str, int], suggested_change: str)
                 f"this does not fit into the memory of {space}: it has {size_text(limits[space])},"
                 f" {size_text(nbytes)} are needed; the smallest --device-memory that would do is {mib(nbytes)}"
             )
-            return _refusal_text(headline, plans, space, suggested_change)
+            return _refusal_text(headline, plans, space, advice)
     return None
 
 
 def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str:
-    """Return the refusal text: the limit, the smallest limit that fits, the largest buffers, the cheapest change."""
-    min_nbytes = enough(plans)
+    """Return the refusal for --memory: `limit`, the smallest that fits, the largest buffers, and `suggested_change`."""
+    min_nbytes = safe_budget(plans)
     headline = (
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is about {mib(min_nbytes)}, or"
         f" up to {size_text(SPARE_NBYTES)} less"
@@ -214,13 +213,13 @@ def _refusal_text(
     return "\n".join(
         [
             headline, f"  that is with {size} tokens a step{chosen}", *table_lines(plans, spare_nbytes),
-            *_owners(plans, space), f"  {suggested_change or 'a little more would do'}",
+            *_peak_buffer_lines(plans, space), f"  {suggested_change or 'a little more would do'}",
         ]
     )  # fmt: skip
 
 
-def _owners(plans: TrainingPlans, space: str) -> list[str]:
-    """Return lines with the largest buffers at the peak of an arena."""
+def _peak_buffer_lines(plans: TrainingPlans, space: str) -> list[str]:
+    """Return lines for a refusal that name the largest buffers at the peak of a memory space's arena."""
     plan = plans.largest_plan_in(space)
     if not plan.arena(space).nbytes:
         return []
@@ -234,5 +233,5 @@ def _owners(plans: TrainingPlans, space: str) -> list[str]:
 
 
 def mib(nbytes: int) -> str:
-    """Return a number of bytes in the format of --memory, rounded up to MiB."""
+    """Return a number of bytes as --memory takes it, rounded up, such as `512MiB`."""
     return f"{-(-nbytes // MIB)}MiB"

@@ -27,7 +27,7 @@ MAX_CHOICES = 64  # choices in the file, the latest
 def with_saved_choice(
     shape: StepShape, request: PlanRequest, search: Callable[[StepShape, PlanRequest], StepShape]
 ) -> StepShape:
-    """Return the shape with the choice of recomputation that `search` makes, or made in an earlier process."""
+    """Return the shape with the recomputation that `search` chooses, or chose before for equal arguments."""
     path, key, choices = cache_root() / "choices.json", choice_key(shape, request), dict[str, Any]()
     with suppress(OSError, ValueError, TypeError, LookupError):  # missing or damaged
         choices |= json.loads(path.read_text())
@@ -46,7 +46,7 @@ def with_saved_choice(
 
 
 def choice_key(shape: StepShape, request: PlanRequest) -> str:
-    """Return a hash of all that the choice depends on; bytes that the process has already change no choice."""
+    """Return a hash of all that a choice of recomputation depends on: the arguments, our sources, the machine."""
     folder, machine = Path(__file__).parents[1], (kernels.threads(), *platform_identity())
     paths = [f"{at}/{name}" for at, _, names in os.walk(folder) for name in names]
     files = [(path, os.stat(path)) for path in sorted(paths) if path.endswith(".py")]

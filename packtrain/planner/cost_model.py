@@ -21,7 +21,7 @@ SHARE = 0.02  # share of every other kind of work
 
 @dataclass(frozen=True, slots=True)
 class BackendRates:
-    """Work per second of a backend, on this machine with all threads together.
+    """Rates of a backend, in work per second with all threads together, measured on this machine, to predict seconds.
 
     flops           floating-point operations of a large matrix product
     nbytes          bytes moved from memory
@@ -49,7 +49,7 @@ class BackendRates:
     backend_rates: Mapping[str, "BackendRates"] = field(default_factory=dict)
 
     def rate_of(self, work_kind: str) -> float:
-        """Return the rate of a kind of work, per second."""
+        """Return the units of a kind of work (such as exponentials) that all threads do per second."""
         measured_rate = self.kinds.get(work_kind)
         return SHARES.get(work_kind, SHARE) * self.flops if measured_rate is None else measured_rate
 
@@ -57,7 +57,7 @@ class BackendRates:
         return self.backend_rates.get(backend, self)
 
     def with_data_shares(self, attended: float, targets: float = 1.0) -> "BackendRates":
-        """Return the rates of all backends for data with these shares of attended blocks and of target positions."""
+        """Return the rates for data of which attention and loss compute only these shares, as masks hide the rest."""
         peers = {n: r.with_data_shares(attended, targets) for n, r in self.backend_rates.items()}
         return replace(self, attended_share=attended, target_share=targets, backend_rates=peers)
 
@@ -74,14 +74,14 @@ class BackendRates:
         scaled = {n: by * getattr(self, n) for n in ("flops", "nbytes", "cache_nbytes", "link")}
         return replace(self, kinds=kind_rates, **scaled)
 
-    def moving(self, nbytes: float) -> float:
-        """Return the seconds to move bytes."""
+    def memory_seconds(self, nbytes: float) -> float:
+        """Return the seconds that a call takes to move `nbytes` from memory, or from the cache if they are few."""
         is_cached = self.cache_nbytes and nbytes <= CACHE_NBYTES
         return nbytes / (self.cache_nbytes if is_cached else self.nbytes)
 
 
 def graph_seconds(placed: Placed, rates: BackendRates) -> float:
-    """Return the expected seconds of a run of the graph. Copies overlap other steps until they are needed."""
+    """Return the expected seconds of one run of a placed graph; copies between memories overlap other steps."""
     read_tensors = {t for step in placed.steps for t in step.reads}
     now, arrivals = 0.0, dict[Tensor | None, float]()
     for step in placed.steps:
@@ -94,7 +94,7 @@ def graph_seconds(placed: Placed, rates: BackendRates) -> float:
 
 
 def copy_seconds(nbytes: float, *endpoints: BackendRates) -> float:
-    """Return the seconds to copy bytes from one memory to another, by the slower of the two ends."""
+    """Return the seconds to copy bytes between the memories of two backends, at the rate of the slower one."""
     return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in endpoints)
 
 
@@ -122,9 +122,9 @@ def call_seconds(
     compute_seconds = data_share * work_seconds
     if cost.num_tasks < NUM_BALANCED_TASKS:
         compute_seconds *= idle_factor(cost.num_tasks, rates.threads)
-    return overhead_seconds + max(compute_seconds, rates.moving(traffic_nbytes(call, cost)))
+    return overhead_seconds + max(compute_seconds, rates.memory_seconds(traffic_nbytes(call, cost)))
 
 
 def idle_factor(tasks: float, threads: int) -> float:
-    """Return how much longer equal tasks take than if they kept all threads busy to the end."""
+    """Return how much longer equal `tasks` take on the threads than if all threads were busy to the end; 1 or more."""
     return 1.0 if tasks >= NUM_BALANCED_TASKS else math.ceil(tasks / threads) * threads / tasks

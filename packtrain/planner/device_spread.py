@@ -22,7 +22,7 @@ OUTPUT_PREFIXES = "output", "cls"  # beginnings of the names of tensors that fol
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpread:
-    """Devices for the last blocks of a model, and the limits of their memories by space.
+    """Which devices get the last blocks of a model, in which proportion, and the limits of their memories by space.
 
     gpu_layers    blocks on devices: a number, AUTO for as many as fit, or None for all blocks and all other tensors
     block_shares  share of the devices' blocks by device
@@ -35,12 +35,12 @@ class DeviceSpread:
 
     @property
     def target(self) -> Target:
-        """The backends and limits, before any block is assigned to them."""
+        """The backends and the limits of their memories, before any weight is assigned to one."""
         host_backends = (cpu,) if self.gpu_layers is not None else ()
         return Target((*host_backends, *self.devices), limits=self.limits)
 
     def place_leaves(self, shape: StepShape, request: PlanRequest) -> Target:
-        """Return a target with a home for each leaf. Raises InputError for more devices than blocks."""
+        """Return the target with a backend for each weight. Raises InputError for more devices than blocks."""
         if self.gpu_layers != AUTO:
             return self.spread_blocks(shape, self.num_device_blocks(shape))
         low, high = 0, shape.config.block_count + 1
@@ -61,10 +61,10 @@ class DeviceSpread:
         return shape.config.block_count + 1 if self.gpu_layers is None else int(self.gpu_layers)
 
     def spread_blocks(self, shape: StepShape, num_device_blocks: int) -> Target:
-        """Return the target with the last `num_device_blocks` blocks on the devices."""
+        """Return the target in which weights and KV caches of the last `num_device_blocks` blocks are on devices."""
         num_blocks = shape.config.block_count
         first = max(num_blocks - num_device_blocks, 0)
-        assigned = [*zip(range(first, num_blocks), self._dealt(num_blocks - first), strict=True)]
+        assigned = [*zip(range(first, num_blocks), self._assign(num_blocks - first), strict=True)]
         at = dict[str, Backend]()
         for block, device in assigned:
             at |= {f"blk.{block}.": device, f"cache.{block}": device}
@@ -75,8 +75,8 @@ class DeviceSpread:
         leaf_homes |= {prefix: d for prefix, d in at.items() if prefix.startswith("cache.")}
         return replace(self.target, homes=leaf_homes) if len(self.target.every) > 1 else self.target
 
-    def _dealt(self, count: int) -> list[Backend]:
-        """Return a device for each of `count` blocks, in order, in proportion to the shares."""
+    def _assign(self, count: int) -> list[Backend]:
+        """Return a device for each of `count` blocks, in order, so that each device has its share of them."""
         share_sum, running_shares = sum(self.block_shares), accumulate(self.block_shares)
         end_offsets = [round(count * share / share_sum) for share in running_shares]
         return [self.devices[bisect_right(end_offsets, at)] for at in range(count)]
@@ -103,7 +103,7 @@ def parse_spread(
 
 
 def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, int]:
-    """Parse --device-memory into limits by memory space. Raises InputError."""
+    """Parse --device-memory into bytes by memory space: one size for all, or one for each. Raises InputError."""
     if memory is None:
         return {}
     if "%" in memory:
@@ -124,7 +124,7 @@ def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> di
 
 
 def _shares(split: str | None, spaces: Sequence[str], limits: dict[str, int]) -> tuple[float, ...]:
-    """Parse --split; without it, shares follow the memory of the devices, or are equal. Raises InputError."""
+    """Parse --split into a share of blocks by device; by default, shares follow the devices' memory or are equal."""
     if split is None:
         has_limits = all(space in limits for space in spaces)
         return tuple(float(limits[space]) if has_limits else 1.0 for space in spaces)

@@ -1,4 +1,4 @@
-"""Estimates bytes and seconds of shapes from graphs of a few blocks, without packing anything.
+"""Estimates bytes and seconds of training steps from graphs of a few blocks, without packing anything.
 
 DraftEstimator returns StepEstimates, BlockChains (for choosing recomputation) and PlanDrafts of StepShapes.
 """
@@ -27,14 +27,14 @@ from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.plan_request import CALL_NBYTES, PlanRequest
 from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
 from packtrain.planner.step_variants import CHUNK_SIZES
-from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, STEP, UPDATE, blocks_in
+from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, STEP, UPDATE, block_graph
 
 TOGETHER = 32  # strategies of a block measured in one graph
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEstimate:
-    """Measurements of a graph: its calls, its weights and states by name, the seconds of a run.
+    """Estimates for one placed graph: bytes, calls, weights and states by name, and the seconds of a run.
 
     arena  lower bound of the arena's bytes
     pool   bytes that kernels take beside their workspaces
@@ -48,7 +48,7 @@ class GraphEstimate:
 
 
 class StepEstimate(NamedTuple):
-    """Measurements of a step without recomputation: bytes of leaves, arenas and kernels, calls, seconds.
+    """Estimates for a training step without recomputation: bytes of leaves, arenas and kernels; calls; seconds.
 
     arena   the arena of the graph with the blocks; `other_arena_nbytes`: the largest of the other graphs
     calls   calls of all graphs; `block_calls`: of the graph with the blocks
@@ -67,7 +67,7 @@ class StepEstimate(NamedTuple):
 def by_chunk(
     placed: Placed, rates: BackendRates, space: str, chunks: Iterable[int]
 ) -> dict[int, GraphEstimate]:
-    """Return estimates of the graph for several chunk sizes of its loss head, by chunk."""
+    """Return {chunk: estimate of bytes and seconds} of a graph for sizes of its loss head's chunk, in tokens."""
     stored = storage_lifetimes(placed, space)
     read = {t for step in placed.steps for t in step.reads}
     start_steps, end_steps, size = lifetime_columns(stored, ALIGNMENT)
@@ -103,14 +103,14 @@ def chain(
     shape: StepShape, request: PlanRequest, space: str | None = None, like: BlockChain | None = None,
     calls: int | None = None, build: Callable[[str, StepShape, Optimizer], BuiltGraph] = training_plans.build_graph,
 ) -> BlockChain:  # fmt: skip
-    """Return the chain of blocks in the training graph that determines memory.
+    """Return a BlockChain, which chooses what blocks save, for the graph of this step that needs most memory.
 
     space  memory space whose bytes count; by default the arena's
     like   a measured chain with equal blocks
     calls  calls of that graph without recomputation, if known
     build  builds a graph by its name
     """
-    name, num_blocks = blocks_in(shape), num_reached_blocks(shape)
+    name, num_blocks = block_graph(shape), num_reached_blocks(shape)
     space = space or request.target.space
 
     def build_variant(count: int, choice: checkpointing.RecomputeChoice | None) -> BuiltGraph:
@@ -138,7 +138,7 @@ def chain(
 
 
 def _gradient_nbytes(shape: StepShape) -> tuple[int, int]:
-    """Return the bytes of the gradients of a block, and of all tensors outside of blocks."""
+    """Return the bytes of the f32 gradients of a block, and of all trained tensors outside of blocks."""
     block_nbytes = outer_nbytes = 0
     for leaf in training_plans.leaves(with_num_blocks(shape, 1))[1]:
         nbytes = aligned_nbytes(Spec(leaf.shape))  # f32, whatever the type of the leaf
@@ -154,7 +154,7 @@ SAMPLED = 3  # blocks of the longest chain from which estimates are extrapolated
 
 @dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """A shape with estimates before packing: peak bytes of a memory space, and seconds of a step."""
+    """A step shape with estimates before packing: peak bytes of a memory space, and seconds of a step."""
 
     shape: StepShape
     nbytes: int
@@ -162,7 +162,7 @@ class PlanDraft:
 
 
 class DraftEstimator:
-    """Estimates shapes of one request in the bytes of one memory space, by default the arena's; caches estimates."""
+    """Estimates the steps (shapes) that a search considers, in bytes of one memory space and seconds; has a cache."""
 
     def __init__(self, request: PlanRequest, space: str | None = None) -> None:
         self.request, self.space = request, space or request.target.space
@@ -174,7 +174,7 @@ class DraftEstimator:
         self._short_graphs: dict[tuple[str, StepShape], BuiltGraph] = {}  # the last short graph
 
     def with_fresh_chains(self) -> Self:
-        """Return a copy whose chains forget measurements on all but short chains."""
+        """Return a copy that shares all estimates, but whose chains forget measurements of graphs of many blocks."""
         fresh = type(self)(self.request, self.space)
         fresh._graphs, fresh._sample_estimates = self._graphs, self._sample_estimates
         fresh._step_estimates = self._step_estimates
@@ -187,23 +187,21 @@ class DraftEstimator:
         return self._step_estimates[shape]
 
     def _extrapolated_estimate(self, shape: StepShape) -> StepEstimate:
-        """Extrapolate from chains of two and three blocks: growth is linear from there on."""
+        """Estimate a step from graphs of two and three blocks that recompute nothing: cost then grows linearly."""
         extra_blocks = num_reached_blocks(shape) - SAMPLED
         if extra_blocks <= 0 or not blocks_match(shape) or not self.request.target.is_uniform:
             return self._probe(shape)
         if shape.num_two_pass_blocks:
             return self._two_pass_estimate(shape)
-        below = training_plans.passed_over(shape.config, shape.base)
+        below = training_plans.num_unreached(shape.config, shape.base)
         two, three_blocks = (self._probe(with_num_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
         with_unreached = self._probe(with_num_blocks(shape, SAMPLED, 1)) if below else three_blocks
         triples = zip(two, three_blocks, with_unreached, strict=True)
         return StepEstimate(*(b + extra_blocks * (b - a) + below * (c - b) for a, b, c in triples))
 
     def _two_pass_estimate(self, shape: StepShape) -> StepEstimate:
-        """Extrapolate from a chain of three blocks, of which none, one and all run backward twice.
-
-        With everything saved, each such block frees the bytes of its gradients and takes those of its saved values.
-        """
+        """Estimate a step whose first blocks run backward twice, from three blocks of which none, one and all do. With
+        everything saved, each such block frees the bytes of its gradients and takes those of its saved values."""
         short, full_sizes = with_num_blocks(shape, SAMPLED), self.estimate(shape.once)
         samples = [self._probe(replace(short, num_two_pass_blocks=n)) for n in (0, 1, SAMPLED)]
         extra_blocks, block_costs = shape.num_two_pass_blocks - 1, self.chain(shape.once).block
@@ -215,14 +213,14 @@ class DraftEstimator:
         return StepEstimate(totals.leaves, max(arena, full_sizes.other_arena_nbytes), *totals[2:])
 
     def _probe(self, shape: StepShape) -> StepEstimate:
-        """Estimate the shape from its own graphs, without extrapolating."""
+        """Estimate a step without recomputation from graphs of all its blocks, without extrapolating."""
         parts = {name: self._graph(name, shape) for name in training_plans.graph_names(shape)}
-        samples, inner_names = self._estimate_samples(shape), (blocks_in(shape), MEASURE)
+        samples, inner_names = self._estimate_samples(shape), (block_graph(shape), MEASURE)
         estimates = [*parts.values(), *samples]
         # the first of two passes recomputes what the second does, and needs no more bytes
         outer_parts = [*(part for name, part in parts.items() if name not in inner_names), *samples]
         unique_leaves = {n: leaf for e in estimates for n, leaf in e.leaves.items()}.values()
-        block_estimate, target = parts[blocks_in(shape)], self.request.target
+        block_estimate, target = parts[block_graph(shape)], self.request.target
         leaf_nbytes = training_plans.counted(shape, unique_leaves, target, self.space)
         leaf_nbytes += rooms_nbytes(shape.world_size, self.space)
         if self.space == HOST:
@@ -246,10 +244,10 @@ class DraftEstimator:
         return self._graphs[cache_key][shape.chunk]
 
     def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
-        """Build a graph; the last short graph is cached, because chains and estimates both need it."""
+        """Build a graph; the last graph of three blocks is cached, because chains and estimates both need it."""
         config, cache_key = shape.config, (name, _cache_key_shape(name, shape))
         # the last graph is large, and garbage only as a whole: collect it before the next one is built
-        if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
+        if shape.keep is not None or config.block_count != SAMPLED or name != block_graph(shape):
             gc.collect(1)
             return training_plans.build_graph(name, shape, optimizer)
         if cache_key not in self._short_graphs:
@@ -268,7 +266,7 @@ class DraftEstimator:
         return self._sample_estimates[config]
 
     def chain(self, shape: StepShape) -> BlockChain:
-        """Return the chain of blocks in the training graph that determines memory, for choosing recomputation."""
+        """Return the BlockChain that chooses what the step's blocks save, in the graph that needs most memory."""
         shape = replace(shape, keep=None)
         if shape not in self._block_chains:
             chunk = DEFAULT_CHUNK if shape.chunk in CHUNK_SIZES else shape.chunk
@@ -276,7 +274,7 @@ class DraftEstimator:
             earlier_chain = self._before.get(shape)
             similar_chain = None if first == shape else self.chain(first)
             if earlier_chain is not None:
-                self._block_chains[shape] = earlier_chain.afresh(similar_chain)
+                self._block_chains[shape] = earlier_chain.cleared(similar_chain)
             else:
                 num_calls = int(self.estimate(shape).block_calls)
                 options = self.space, similar_chain, num_calls, self._build
@@ -284,7 +282,7 @@ class DraftEstimator:
         return self._block_chains[shape]
 
     def has_blocks(self, shape: StepShape) -> bool:
-        """Whether blocks compute in this memory space."""
+        """Whether any block's weights are in this memory space, so that recomputation can save bytes of it."""
         target = self.request.target
         if target.is_uniform:
             return self.space == target.space
@@ -293,18 +291,18 @@ class DraftEstimator:
         return any(target.home(leaf).space == self.space for leaf in block_leaves)
 
     def may_recompute(self, shape: StepShape) -> bool:
-        """Whether the search may choose recomputation, and recomputation saves bytes of this memory space."""
+        """Whether the search may choose what is recomputed, and that saves bytes of this memory space."""
         return self.request.recompute == "auto" and self.has_blocks(shape)
 
     def rough_draft(self, shape: StepShape) -> PlanDraft:
-        """Return a draft without recomputation, from estimates alone."""
+        """Return estimated bytes and seconds of the step without recomputation; builds no graph of many blocks."""
         estimate = self.estimate(shape)
         arena = max(estimate.arena, estimate.other_arena_nbytes)
         nbytes = self._nbytes(shape, estimate, 0) + self._allocated_nbytes(estimate, int(arena))
         return PlanDraft(shape, nbytes, estimate.seconds)
 
     def draft(self, shape: StepShape) -> PlanDraft:
-        """Return a draft with the shape's recomputation, whose graph of all blocks is built and measured."""
+        """Return bytes and seconds of the step with its recomputation; builds and measures the graph of all blocks."""
         estimate, planned_choice = self.estimate(shape), self.chain(shape).plan_choice(shape.keep)
         seconds = estimate.seconds + repeats(shape) * planned_choice.seconds
         arena_nbytes = max(planned_choice.arena, int(estimate.other_arena_nbytes))
@@ -312,11 +310,11 @@ class DraftEstimator:
         return PlanDraft(shape, nbytes + self._allocated_nbytes(estimate, arena_nbytes), seconds)
 
     def _allocated_nbytes(self, sizes: StepEstimate, arena: int) -> int:
-        """Return the bytes that an allocator takes for the arena, and beyond the leaves' own bytes."""
+        """Return the bytes that an allocator takes for an arena, and by which it rounds up the leaves."""
         return arena + self.request.target.extra_nbytes(self.space, (int(sizes.leaves), arena))
 
     def _nbytes(self, shape: StepShape, sizes: StepEstimate, num_recomputed: int) -> int:
-        """Return the bytes of everything but the arena, with `num_recomputed` recomputed calls."""
+        """Return the bytes of this memory space outside the arena if a step has `num_recomputed` recomputed calls."""
         num_calls = int(sizes.calls) + num_recomputed
         leaf_nbytes = self.request.baseline_in(self.space) + int(sizes.leaves) + int(sizes.pool)
         if self.space != HOST:
@@ -325,12 +323,12 @@ class DraftEstimator:
 
 
 def repeats(shape: StepShape) -> int:
-    """Return how often a step recomputes the values that its blocks do not save."""
-    return training_plans.runs(shape)[MICRO] if blocks_in(shape) == MICRO else shape.num_passes
+    """Return how many times a step runs the backward pass of its blocks, and so recomputes what they do not save."""
+    return training_plans.runs(shape)[MICRO] if block_graph(shape) == MICRO else shape.num_passes
 
 
 def _cache_key_shape(name: str, shape: StepShape) -> StepShape:
-    """Return the shape without fields that do not affect a graph without recomputation, as a cache key."""
+    """Return the shape without the fields that do not affect the graph `name`, so that equal graphs are built once."""
     if name == UPDATE:
         key = replace(shape.once, keep=None, evaluate=False, chunk=DEFAULT_CHUNK, layered=False)
         key = replace(key, micro_batch_size=1, seq_len=1, num_micro_batches=2, num_row_tiles=1)

@@ -16,7 +16,8 @@ MAX_WAIT_SHARE = 0.2  # if other programs had the processor for more of the time
 
 
 def attended_share(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
-    """Return the share of causally visible blocks that attention must compute: document borders mask the rest."""
+    """Return the share of causally visible 64 × 64 blocks of scores that attention must compute, as documents mask
+    others. `batches` have "seq", the document of each position, and "pos", the position within that."""
     num_attended, num_causal = 0, 0
     for batch in batches:
         (min_seq, max_seq), (low, high) = _block_ranges(batch["seq"]), _block_ranges(batch["pos"])
@@ -30,24 +31,22 @@ def attended_share(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
 
 
 def _block_ranges(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the minimum and maximum of each block of ATTENTION_BLOCK positions, (rows, blocks) each."""
+    """Return the minimum and maximum of each block of 64 positions of `ids` (rows, T), each (rows, blocks)."""
     starts = np.arange(0, ids.shape[1], ATTENTION_BLOCK)
     return np.minimum.reduceat(ids, starts, axis=1), np.maximum.reduceat(ids, starts, axis=1)
 
 
 def num_trained_tokens(batches: Sequence[Mapping[str, np.ndarray]], num_positions: int) -> int:
-    """Return how many tokens a step of `num_positions` positions trains on, if its data are like these batches."""
+    """Return how many of a step's `num_positions` tokens the loss counts, if the data are like these batches."""
     num_weights = sum(batch["weights"].size for batch in batches)
     num_weighted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
     return round(num_positions * num_weighted / num_weights) if num_weights else num_positions
 
 
 def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, int], str | None]:
-    """Return a callback that compares each step's seconds with the expected seconds; it also takes the steps left.
-
-    After NUM_COMPARED_STEPS steps the callback returns a message if their median is longer or shorter than expected.
-    correct  called with measured / expected seconds if they differ and no other program is the cause
-    """
+    """Return a callback check(seconds, steps_left) for a run to call after each step. After NUM_COMPARED_STEPS steps
+    the callback returns a message if their median differs from `expected`; `correct` is then called with measured /
+    expected seconds, if no other program is the cause."""
     step_times, initial_wait = list[float](), 0.0
 
     def check_step(seconds: float, left: int) -> str | None:

@@ -25,14 +25,14 @@ CHILD_NBYTES = 44 << 20  # bytes of a child; 34 to 36 MiB were measured
 
 
 class KernelMemory(NamedTuple):
-    """Bytes by which loading kernels enlarges a process, and the kernels' modules."""
+    """Bytes by which a process grows when it loads the kernel modules `names`."""
 
     nbytes: int
     names: tuple[str, ...] = ()
 
     @property
     def pending_nbytes(self) -> int:
-        """Bytes by which this process will still grow."""
+        """Bytes by which this process will still grow: 0 once all modules are loaded."""
         return 0 if self.names and all(map(kernels.is_loaded, self.names)) else self.nbytes
 
     def load(self) -> None:
@@ -40,7 +40,7 @@ class KernelMemory(NamedTuple):
 
 
 def model_kernel_modules(config: Config) -> tuple[str, ...]:
-    """Return the kernel modules that a model calls beyond those that every model calls."""
+    """Return the kernel modules that a model needs beyond those that every model needs, such as for experts."""
     return (
         *(kernels.EXPERT_KERNELS if config.expert_count else ()), *(kernels.CONV_KERNELS if config.conv_width else ()),
         *(kernels.SCAN_KERNELS if config.scan else ()), *(kernels.DELTA_KERNELS if config.traits.delta else ()),
@@ -62,10 +62,10 @@ def required_kernel_modules(
     )  # fmt: skip
 
 
-def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
+def measure_kernels(names: tuple[str, ...], free: float) -> KernelMemory:
     """Return the memory that these kernel modules take when loaded, from the cache or measured by children.
 
-    free  bytes that a child may take; if too few, a guess
+    free  bytes that a child may take; if too few, a guess is returned
     """
     path = _cache_path(names)
     try:
@@ -90,7 +90,7 @@ def _cache_path(names: Sequence[str]) -> Path:
 
 
 def _load_in_child(num_threads: int, names: Sequence[str]) -> int:
-    """Return the bytes by which this child grows when it loads the kernel modules."""
+    """Return the bytes by which this child process grows when it loads the machine code of these kernel modules."""
     kernels.set_threads(num_threads)
     kernels.prepare(names)  # loads everything that the parent process has loaded, too
     release_memory()

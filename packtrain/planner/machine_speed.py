@@ -1,4 +1,4 @@
-"""Rates of this machine, measured once and saved in the user's cache, so that runs make the same choices."""
+"""Rates (work per second) of this machine, measured once and cached, so that runs make the same choices."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from packtrain.common.files import write_text
 from packtrain.common.version import __version__
 from packtrain.dtypes import DTYPES, READABLE, Dtype
 from packtrain.engine.backends import CPU, Target
-from packtrain.engine.ops.costs import laying
+from packtrain.engine.ops.costs import pack_kind
 from packtrain.kernels.runtime import environment
 from packtrain.kernels.runtime.environment import cache_root, platform_identity, write_error
 from packtrain.planner.cost_model import BackendRates
@@ -25,7 +25,7 @@ FILE_FORMAT = 3  # of the cache file; rates in another format are measured again
 
 @dataclass(frozen=True, slots=True)
 class CachedRates:
-    """Rates in a file. Rates of a busy machine serve one run and are then measured again.
+    """The rates of a backend as its cache file has them. Rates of a busy machine serve one run and are measured again.
 
     is_quiet     no other program used the processor during the measurement
     time_factor  factor on step times, from the last run whose steps took longer or shorter than expected
@@ -40,14 +40,14 @@ class CachedRates:
         return self.rates.slower(self.time_factor)
 
     def covers_types(self, types: Collection[Dtype]) -> bool:
-        """Whether the rates are complete for a run with quantized matrices of these types."""
-        return self.is_quiet and all(laying(t) in self.rates.kinds for t in types)
+        """Whether no measurement is needed for a run with quantized matrices of these types."""
+        return self.is_quiet and all(pack_kind(t) in self.rates.kinds for t in types)
 
 
 def load_rates(
     force: bool, report: Callable[[str], None], types: Collection[Dtype] = (), target: Target = CPU
 ) -> BackendRates:
-    """Return the cached rates of the target's backend; measure them if they are missing, or if `force`.
+    """Return the cached rates of the target's backend; measure and cache them if they are missing, or if `force`.
 
     types  types of quantized matrices that a run reads; each has a rate of its own
     """
@@ -55,7 +55,7 @@ def load_rates(
     cached = None if force else read_rates(path)
     if cached is not None and cached.covers_types(types):
         return cached.corrected_rates
-    dtypes_by_kind = {laying(t): t for t in READABLE}
+    dtypes_by_kind = {pack_kind(t): t for t in READABLE}
     kinds = [] if cached is None else [*cached.rates.kinds]
     types_in_cache = [dtypes_by_kind[kind] for kind in kinds if kind in dtypes_by_kind]
     new_rates, quiet = measure_rates({*types, *types_in_cache} - {DTYPES["f32"]}, target=target)
@@ -78,7 +78,7 @@ def measure_rates_in_children(
 ) -> BackendRates:  # fmt: skip
     """Return the rates of all backends of the target, measured by children, so that this process loads no kernels.
 
-    free  bytes that a child may take; if too few, uses the rates known so far
+    free  bytes that a child may take; if too few, cached or default rates are returned
     """
     num_threads = kernels.threads()
     by_backend = dict[str, BackendRates]()
@@ -110,7 +110,7 @@ def _load_rates_in_child(
 
 
 def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
-    """Return the faster of each rate: other programs can only slow a measurement down."""
+    """Return the faster of each rate of two measurements, as other programs can only slow a measurement down."""
     kind_rates = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
     speeds = {n: max(getattr(a, n), getattr(b, n)) for n in ("flops", "nbytes", "cache_nbytes")}
     overheads = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
@@ -118,7 +118,7 @@ def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
 
 
 def rates_path(num_threads: int, target: Target = CPU) -> Path:
-    """Return the path of the cached rates of this version, machine, backend and number of threads."""
+    """Return the path of the file that caches rates of this version, machine, backend and number of threads."""
     name = target.backends[0].name
     machine = environment.host_cpu_features(), *platform_identity()
     parts = __version__, str(num_threads), *machine, *([] if name == "cpu" else [name])
@@ -127,7 +127,7 @@ def rates_path(num_threads: int, target: Target = CPU) -> Path:
 
 
 def read_rates(path: Path) -> CachedRates | None:
-    """Return the cached rates; None if the file is missing or incomplete."""
+    """Return the rates in a cache file (work per second of this machine's backend); None if missing or incomplete."""
     try:
         data = json.loads(path.read_text())
         if data["format"] != FILE_FORMAT:
@@ -138,7 +138,7 @@ def read_rates(path: Path) -> CachedRates | None:
 
 
 def correct_step_times(by: float, target: Target = CPU) -> None:
-    """Multiply the step times that the next run expects by a factor, in the cached rates."""
+    """Multiply the step times that the next run expects by a factor, in the cache file of each backend."""
     for backend in target.every:
         path = rates_path(kernels.threads(), Target.for_backend(backend))
         cached_rates = read_rates(path)
@@ -147,7 +147,7 @@ def correct_step_times(by: float, target: Target = CPU) -> None:
 
 
 def write_rates(path: Path, cached_rates: CachedRates) -> str:
-    """Write the rates if possible; return where they are, for a message."""
+    """Write rates to the cache file if possible; return a text for the user: where they are, or "not kept"."""
     if write_error(path.parent) is not None:
         return "not kept"
     file_data = {

@@ -25,7 +25,7 @@ CALL_NBYTES = 2_000  # bytes of this process for each call of a planned graph, m
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The conditions of a plan beside the shape of a step.
+    """What a plan must respect beside the shape of a step: optimizer, backends, and limits of bytes by memory space.
 
     baseline_nbytes   bytes of the process before planning, with its kernels
     num_cells         cells of a KV cache for samples during the run; 0: no samples
@@ -50,11 +50,11 @@ class PlanRequest:
     offload_mode: int = NEVER_OFFLOAD
 
     def with_limit(self, nbytes: int) -> "PlanRequest":
-        """Return the request with a limit of the arena's memory space."""
+        """Return the request with a limit, in bytes, of the memory space in which the arena is."""
         return replace(self, limits={**self.limits, self.target.space: nbytes})
 
     def offloaded(self, shape: StepShape) -> "PlanRequest":
-        """Return the request with the moments of weights in device memory offloaded to the process's memory."""
+        """Return the request with the optimizer's moments in the process's memory, also for weights on a device."""
         trained = [] if self.target.private else leaves(shape)[1]
         weights = [leaf for leaf in trained if self.target.home(leaf).space != HOST]
         local = weights
@@ -67,7 +67,7 @@ class PlanRequest:
         return replace(self, optimizer=optimizer, target=target, offloads_moments=True)
 
     def sample_graphs(self, shape: StepShape) -> dict[Name, Placed]:
-        """Return the placed graphs that generate samples, by number of tokens per run."""
+        """Return the placed graphs that generate sample texts during a run, by number of tokens per forward pass."""
         if not self.num_cells:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
@@ -78,11 +78,11 @@ class PlanRequest:
         return make_plans(shape, self.optimizer, self.sample_graphs(shape), self.target)
 
     def baseline_in(self, space: str) -> int:
-        """Return the bytes of a memory space before planning."""
+        """Return the bytes of a memory space that are taken before planning: 0 on devices."""
         return self.baseline_nbytes if space == HOST else 0
 
     def peak_nbytes(self, plans: TrainingPlans, space: str | None = None) -> int:
-        """Return the estimated peak bytes of a memory space; by default of the arena's."""
+        """Return the estimated peak bytes of a memory space during a run; by default of the space of the arena."""
         space = space or self.target.space
         num_calls = plans.calls if space == HOST else 0
         return self.baseline_in(space) + CALL_NBYTES * num_calls + plans.nbytes_in(space)

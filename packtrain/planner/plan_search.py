@@ -30,7 +30,7 @@ from packtrain.planner.drafts import DraftEstimator, PlanDraft, repeats
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.step_variants import CHUNK_SIZES, candidates, extreme_shapes, tile_counts
-from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, blocks_in
+from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, block_graph
 
 ROUNDS, EXTRA_ROUNDS = 3, 6  # choices built for a shape; more rounds for each other limited space
 SLACK = 0.03  # relative error of estimates
@@ -44,7 +44,7 @@ OPTIMIZER_FREE_GRAPHS = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The fastest shape within the limits; or the smallest shape, which exceeds them, with advice on settings."""
+    """The fastest shape (variant of a step) within the limits, or else the smallest one, with advice on settings."""
 
     shape: StepShape
     is_within_limits: bool
@@ -52,7 +52,7 @@ class SearchResult:
 
 
 def find_fastest_shape(shape: StepShape, request: PlanRequest) -> SearchResult:
-    """Return the fastest shape within every limit of the request; the smallest shape if none fits."""
+    """Return the fastest variant of a training step within every limit of the request; the smallest if none fits."""
     spaces = sorted(request.limits, key=lambda space: space != request.target.space)
     searches = [PlanSearch(request, space) for space in spaces]
     for space_search in searches:
@@ -76,12 +76,12 @@ def find_fastest_shape(shape: StepShape, request: PlanRequest) -> SearchResult:
 
 
 def smallest(shape: StepShape, request: PlanRequest) -> StepShape:
-    """Return the variant of the shape whose plan takes the fewest bytes, whatever its seconds."""
+    """Return the variant of the training step whose plan takes the fewest bytes, whatever its seconds."""
     return PlanSearch(request).smallest_draft(shape, request.fixed).shape
 
 
 class PlanSearch(DraftEstimator):
-    """Searches the shapes of one request within the limit of one memory space; caches estimates.
+    """Searches the variants of a training step for the fastest within the limit of one memory space; caches estimates.
 
     other_searches  searches in the other limited spaces, whose limits a draft must keep, too
     """
@@ -96,14 +96,14 @@ class PlanSearch(DraftEstimator):
 
     @property
     def may_tile(self) -> bool:
-        """Whether blocks may run in tiles of rows: where all that recompute is chosen here, on the CPU alone."""
+        """Whether blocks may run in tiles of rows: on the CPU alone, if the search chooses what is recomputed."""
         is_cpu = all(backend.name == cpu.name for backend in self.request.target.every)
         return is_cpu and self.request.recompute == "auto"
 
     # ---- within a limit
 
     def fastest_draft(self, shape: StepShape, limit: int, fixed: bool) -> PlanDraft | None:
-        """Return the fastest draft of at most `limit` bytes; None if none fits."""
+        """Return the variant that takes the fewest seconds within `limit` bytes; None if none fits."""
         best_draft = self._requested_draft(shape, limit)
         if best_draft is not None and best_draft.shape == shape:
             return best_draft
@@ -128,7 +128,7 @@ class PlanSearch(DraftEstimator):
         return best_draft
 
     def _tile_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds in tiles, which compute every block again; 0 without tiles."""
+        """Return a lower bound of a step's seconds if blocks run in tiles, which recompute every block; else 0."""
         if variant.num_row_tiles == 1:
             return 0.0
         n, untiled = num_reached_blocks(variant), replace(variant.once, num_row_tiles=1)
@@ -136,7 +136,7 @@ class PlanSearch(DraftEstimator):
         return self.estimate(untiled).seconds + recompute_seconds
 
     def _repeat_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds if blocks run twice, else 0; inf if no recomputation fits."""
+        """Return a lower bound of a step's seconds if blocks run backward twice, else 0; inf if it cannot fit."""
         if self._min_nbytes(replace(variant, chunk=min(CHUNK_SIZES))) > limit * (1 + SLACK):
             return math.inf
         n = 2 * num_reached_blocks(variant) if variant.two_passes else variant.num_two_pass_blocks
@@ -146,7 +146,8 @@ class PlanSearch(DraftEstimator):
         return self.estimate(single).seconds + n * self.chain(single).block.forward_seconds
 
     def _step_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds, with the values cheapest per byte recomputed; inf if none fits."""
+        """Return a lower bound of a step's seconds if it recomputes what is cheapest until it fits; inf if none
+        does."""
         estimate, min_chunk = self.estimate(variant), replace(variant, chunk=min(CHUNK_SIZES))
         # graphs without gradients have a loss head, too
         outer_nbytes = self.estimate(min_chunk).other_arena_nbytes
@@ -158,13 +159,13 @@ class PlanSearch(DraftEstimator):
         return estimate.seconds + repeats(variant) * self.chain(variant).min_seconds(excess_nbytes)
 
     def _solver_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds from the chain solver, over all chunks; 0 without recomputation."""
+        """Return a lower bound of a step's seconds by the chain solver, the least over chunks; 0 if none applies."""
         if not self.may_recompute(variant):
             return 0.0
         return min(self._chunk_bound(replace(variant, chunk=chunk), limit) for chunk in CHUNK_SIZES)
 
     def _chunk_bound(self, shape: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds for the shape with its chunk, from the chain solver."""
+        """Return a lower bound of a step's seconds within `limit` bytes for the shape's loss head chunk."""
         seconds = self.estimate(shape).seconds
         if self.rough_draft(shape).nbytes <= limit * (1 + MIN_SAVING_SHARE):
             return seconds
@@ -172,7 +173,7 @@ class PlanSearch(DraftEstimator):
         return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
 
     def _by_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> PlanDraft | None:
-        """Return the fastest draft over the loss head's chunks if a step takes less than `below` seconds, else None."""
+        """Return the fastest draft over chunk sizes of the loss head; None if none fits in under `below` seconds."""
         best_draft, head_nbytes = None, math.inf
         run_nbytes = self._min_nbytes(form) - self.request.baseline_in(self.space)
         min_saving = MIN_SAVING_SHARE * run_nbytes  # independent of the limit
@@ -191,7 +192,7 @@ class PlanSearch(DraftEstimator):
         return best_draft
 
     def fit_draft(self, shape: StepShape, limit: int, below: float) -> PlanDraft | None:
-        """Return a draft of the shape within the limit, with recomputation if allowed; None if none was found.
+        """Return the step within `limit` bytes, with recomputation if allowed, as a draft; None if none was found.
 
         below  seconds of a step that another draft already reaches
         """
@@ -211,12 +212,12 @@ class PlanSearch(DraftEstimator):
         return None
 
     def _fits(self, draft: PlanDraft, limit: int) -> bool:
-        """Whether a draft is within `limit` and within the limits of the other searches."""
+        """Whether a draft takes at most `limit` bytes here, and keeps the limits of the other memory spaces."""
         shape, peers = draft.shape, self.other_searches
         return draft.nbytes <= limit and all(s.draft(shape).nbytes <= s.limit for s in peers)
 
     def _requested_draft(self, shape: StepShape, limit: int) -> PlanDraft | None:
-        """Return the draft with the requested recomputation; None if the draft exceeds the limit."""
+        """Return the draft with the recomputation that the user asked for; None if it exceeds `limit` bytes."""
         is_free = self.request.recompute == "auto" and self.request.offload_mode != ALWAYS_OFFLOAD
         if is_free and self.rough_draft(shape).nbytes > limit * (1 + MIN_SAVING_SHARE):
             return None
@@ -224,7 +225,7 @@ class PlanSearch(DraftEstimator):
         return built_draft if self._fits(built_draft, limit) else None
 
     def _remaining_nbytes(self, shape: StepShape, limit: int) -> int:
-        """Return the bytes left for the arena and calls of the graph with the blocks; 0 if another arena is larger."""
+        """Return what `limit` leaves for arena and calls of the graph with the blocks; 0 if another arena is larger."""
         estimate = self.estimate(shape)
         remaining_nbytes = limit - self._nbytes(shape, estimate, 0)
         if remaining_nbytes < estimate.other_arena_nbytes:
@@ -232,7 +233,7 @@ class PlanSearch(DraftEstimator):
         return remaining_nbytes + int(self.chain(shape).call_nbytes * estimate.block_calls)
 
     def with_requested_recompute(self, shape: StepShape) -> StepShape:
-        """Return the shape with the recomputation that the request names; `auto` recomputes nothing here."""
+        """Return the shape with the recomputation of --recompute and --offload; `auto` recomputes nothing here."""
         num_blocks = num_reached_blocks(shape)
         keep = None
         if self.request.recompute == "blocks":
@@ -246,14 +247,14 @@ class PlanSearch(DraftEstimator):
         return replace(shape, keep=keep)
 
     def with_free_recompute(self, shape: StepShape) -> StepShape:
-        """Return the shape with the requested recomputation; `auto` recomputes what takes at most FREE of a step."""
+        """Return the shape as requested; with `auto`, with recomputation that adds at most FREE of a step's seconds."""
         num_blocks, requested = num_reached_blocks(shape), self.with_requested_recompute(shape)
         must_offload = self.request.offload_mode == ALWAYS_OFFLOAD
         if not num_blocks or not self.may_recompute(shape) or must_offload:
             return requested
         full = self.rough_draft(shape)
         free_seconds = FREE * full.seconds
-        kept_places = self.chain(shape).block.free(free_seconds / (num_blocks * repeats(shape)))
+        kept_places = self.chain(shape).block.places(free_seconds / (num_blocks * repeats(shape)))
         leaner = self.draft(replace(shape, keep=uniform_choice(num_blocks, kept_places)))
         saves_bytes = leaner.nbytes < full.nbytes and leaner.seconds <= full.seconds + free_seconds
         return leaner.shape if saves_bytes else requested
@@ -261,10 +262,8 @@ class PlanSearch(DraftEstimator):
     # ---- fewest bytes
 
     def smallest_draft(self, shape: StepShape, fixed: bool = False) -> PlanDraft:
-        """Return the draft of the fewest bytes, whatever the search has measured before.
-
-        Estimates come from chains of equal blocks. Where blocks differ, lower limits are tried until nothing fits.
-        """
+        """Return the variant of the step that takes the fewest bytes; earlier measurements do not change the answer.
+        Estimates come from chains of equal blocks. Where blocks differ, lower limits are tried until nothing fits."""
         if blocks_match(shape):
             return self._or_recompute_all(
                 self.smallest_of(extreme_shapes(shape, fixed, self.may_tile))
@@ -276,7 +275,7 @@ class PlanSearch(DraftEstimator):
         return self._or_recompute_all(best_draft)
 
     def _or_recompute_all(self, best_draft: PlanDraft) -> PlanDraft:
-        """Return the draft, or the draft that recomputes all blocks if that takes fewer bytes than estimates said."""
+        """Return the draft, or the one that recomputes all blocks if that takes fewer bytes once it is built."""
         shape = best_draft.shape
         if shape.keep is not None or not self.may_recompute(shape):
             return best_draft
@@ -302,7 +301,7 @@ class PlanSearch(DraftEstimator):
         return best
 
     def _min_nbytes(self, shape: StepShape) -> int:
-        """Return a lower bound of the shape's bytes with any recomputation; two passes are estimated from one."""
+        """Return a lower bound of a step's peak bytes, whatever is recomputed, to skip variants that cannot fit."""
         single_pass = shape.once
         estimate, arena = self.estimate(single_pass), 0
         if self.has_blocks(single_pass):
@@ -310,7 +309,7 @@ class PlanSearch(DraftEstimator):
         return self._nbytes(single_pass, estimate, 0) + max(arena, int(estimate.other_arena_nbytes))
 
     def _estimated_shapes(self, shape: StepShape) -> list[tuple[int, StepShape]]:
-        """Return the shape as requested and with the smallest choice of recomputation, each with estimated bytes."""
+        """Return (bytes, shape) without recomputation and with that of the fewest bytes; or as the user requires it."""
         if not self.may_recompute(shape):
             requested_draft = self.draft(self.with_requested_recompute(shape))
             return [(requested_draft.nbytes, requested_draft.shape)]
@@ -338,23 +337,23 @@ class PlanSearch(DraftEstimator):
         return f"no shorter context fits either: {_smaller_model_advice(shape)}"
 
     def _with_optimizer(self, optimizer: Optimizer, shape: StepShape) -> "PlanSearch":
-        """Return a search for another optimizer that shares all measurements that do not depend on the optimizer."""
+        """Return a search for another optimizer; measurements that do not depend on the optimizer are shared."""
         graphs, chains = self._graphs.items(), self._block_chains.items()
         request = replace(self.request, optimizer=optimizer)
         request = request.offloaded(shape) if request.offloads_moments else request
         search = PlanSearch(request, self.space)
         search._sample_estimates = self._sample_estimates
         search._graphs = {k: v for k, v in graphs if k[0] in OPTIMIZER_FREE_GRAPHS}
-        search._block_chains = {k: v for k, v in chains if blocks_in(k) in OPTIMIZER_FREE_GRAPHS}
+        search._block_chains = {k: v for k, v in chains if block_graph(k) in OPTIMIZER_FREE_GRAPHS}
         return search
 
     def _could_fit_tiled(self, shape: StepShape, limit: int) -> bool:
-        """Whether a plan of the shape fits in any number of tiles that a run could choose."""
+        """Whether any number of tiles that the search may choose lets the step fit into `limit` bytes."""
         counts = tile_counts(shape) if self.may_tile else [1]
         return any(self._could_fit(replace(shape, num_row_tiles=n), limit) for n in counts)
 
     def _could_fit(self, shape: StepShape, limit: int) -> bool:
-        """Whether a plan of the shape fits; builds the plan only where the estimate is within SLACK of the limit."""
+        """Whether a plan of the step fits into `limit` bytes; builds graphs only if the estimate is close to it."""
         if self._min_nbytes(shape) > limit * (1 + SLACK):
             return False
         min_nbytes = min(nbytes for nbytes, _ in self._estimated_shapes(shape))

@@ -24,7 +24,7 @@ def plan_data(
     plans: TrainingPlans, seconds: float, budget_nbytes: int | None = None, min_budget: int | None = None,
     before: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
+    """Return the plan as plain data for `packtrain plan --json`; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest_plan.arena(plans.target.space)
     total_nbytes = plans.total_nbytes
     plan_record: dict[str, Any] = {
@@ -58,7 +58,7 @@ def _parameters_text(plans: TrainingPlans) -> str:
 
 
 def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int, str]]:
-    """Return rows (name, bytes, reason) of a memory space outside the arena."""
+    """Return the rows (name, bytes, reason) of what a memory space holds beside the arena, without empty ones."""
     mapped = plans.role_nbytes(MAPPED, space=space) * (space != HOST)
     moments, world_size = plans.role_nbytes("moment", "cache", space=space), plans.shape.world_size
     allocator_text = "PyTorch's own, for its tensors"
@@ -80,7 +80,7 @@ def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int,
 
 
 def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
-    """Return the lines of the table of bytes; with `spare_nbytes`, its total is a sufficient budget."""
+    """Return the lines of the table of bytes by memory; with `spare_nbytes`, its total suffices as a budget."""
     device_lines = [line for space in plans.device_spaces for line in _device_lines(plans, space)]
     *entries, loop_row, process_row = memory_rows(plans)
     entries += [*_arena_row(plans, HOST), loop_row, process_row]
@@ -124,7 +124,7 @@ def _row_line(memory_row: tuple[str, int, str]) -> str:
 
 
 def choice_texts(plans: TrainingPlans) -> list[str]:
-    """Return texts of the choices that save memory."""
+    """Return a text for each choice of the search that saves memory, such as "12 operations recomputed"."""
     shape = plans.shape
     calls = [call for placed in plans.placed_graphs.values() for call in placed.graph.calls]
     num_recomputed = len([c for c in calls if c.phase == "recomputed" and not c.op.view])
@@ -146,13 +146,13 @@ def choice_texts(plans: TrainingPlans) -> list[str]:
 
 def offloaded_activation_nbytes(plans: TrainingPlans) -> int:
     """Return the bytes of activations that wait in the process's memory for the backward pass."""
-    copy_steps = (s for name in runs(plans.shape) for s in plans.placed_graphs[name].put_away)
+    copy_steps = (s for name in runs(plans.shape) for s in plans.placed_graphs[name].offloads)
     host_sizes = [s.results[0].spec.nbytes for s in copy_steps if s.backend.space == HOST]
     return sum(host_sizes) // plans.shape.num_passes
 
 
 def copy_lines(plans: TrainingPlans) -> list[str]:
-    """Return lines about a step over several memories: its splits, and the copies between memories."""
+    """Return a line on a step over several memories: its splits by device, and the copies between them; [] for one."""
     placed = [(plans.placed_graphs[name], num_runs) for name, num_runs in runs(plans.shape).items()]
     if len({step.backend.space for p, _ in placed for step in p.steps}) < 2:
         return []
@@ -168,7 +168,8 @@ def copy_lines(plans: TrainingPlans) -> list[str]:
 def plan_text(
     plans: TrainingPlans, seconds: float, num_steps: int, num_trained: int, before: float = 0.0
 ) -> str:
-    """Return the plan as a printed table; a step trains on `num_trained` tokens, `before` seconds precede step 1."""
+    """Return the plan as `packtrain plan` prints it; a step trains on `num_trained` tokens, `before` seconds come
+    first."""
     shape, num_positions = plans.shape, plans.shape.num_positions
     times = f" × {shape.num_micro_batches} micro-batches" if shape.num_micro_batches > 1 else ""
     counts = "" if num_trained > NEARLY_ALL * num_positions else f", {num_trained:,} of them learnt"

@@ -25,7 +25,8 @@ Bucket = tuple[int, list[Tensor]]  # the step that completes the last of these s
 
 
 def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
-    """Return buckets of at least BUCKET numbers: a micro-batch's gradient sums, in the order of their completion."""
+    """Return what a rank sends while it computes: gradient sums in the order of completion, in buckets of at least
+    BUCKET numbers, each with the step that completes it."""
     buckets, pending_sums, num_pending = list[Bucket](), list[Tensor](), 0
     for step_index, step in enumerate(micro_graph.steps):
         if step.op.name == "accumulate":
@@ -39,7 +40,7 @@ def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """Seconds of a step on one rank: computing, using the link, and only waiting for the link."""
+    """Seconds of a training step on one rank: for computing, of a busy link, and of only waiting for the link."""
 
     compute_seconds: float
     exchange_seconds: float
@@ -50,11 +51,9 @@ class ExchangeTimes:
         return self.compute_seconds + self.waiting
 
 
-def shared(plans: TrainingPlans, rates: BackendRates, link_rate: float) -> ExchangeTimes:
-    """Predict the seconds of a step over several processes, linked by `link_rate` bytes per second.
-
-    Each bucket leaves when it is complete and the link is free; an update per evaluation waits for the last bucket.
-    """
+def predict_exchange(plans: TrainingPlans, rates: BackendRates, link_rate: float) -> ExchangeTimes:
+    """Predict the seconds of a training step over several processes, linked by `link_rate` bytes per second. A bucket
+    of gradients leaves when it is complete and the link is free; updates wait for the last bucket."""
     ranks, micro_graph = plans.shape.world_size, plans.placed_graphs[MICRO]
     num_runs = runs(plans.shape)
     micro_seconds = cost_model.graph_seconds(micro_graph, rates)
@@ -76,7 +75,7 @@ def shared(plans: TrainingPlans, rates: BackendRates, link_rate: float) -> Excha
 
 
 def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tuple[float, float]:
-    """Return the seconds of a busy link, and those that a micro-batch waits for it, if ranks share out gradients."""
+    """Return (seconds of a busy link, seconds of waiting for it) of a micro-batch if ranks share out gradient sums."""
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     elapsed = free_time = busy = stalled_seconds = 0.0
@@ -91,10 +90,9 @@ def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tu
 
 
 def transfer_seconds(num_values: int, ranks: int, rates: BackendRates, link_rate: float) -> float:
-    """Return the seconds to add up f32 numbers over ranks, in as many exchanges as they need.
-
-    Each rank sends 2 (k - 1) / k of the numbers. In an exchange, a process handles k - 1 messages one by one.
-    """
+    """Return the seconds to add up `num_values` f32 numbers over all ranks, with a link of `link_rate` bytes per
+    second. Each rank sends 2 (k - 1) / k of the numbers. In an exchange, a process handles k - 1 messages one by
+    one."""
     num_exchanges = 2 * -(-num_values // BUCKET)
     sent_share = 2 * (ranks - 1) / ranks
     byte_seconds = sent_share / (PAYLOAD * link_rate) + MEMORY_PASSES / rates.nbytes
@@ -107,7 +105,7 @@ def round_seconds(ranks: int) -> float:
 
 
 def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) -> float:
-    """Return the time at which the last of some transfers ends: one after the other, each once it is ready."""
+    """Return when the last of several transfers over one link ends; each begins when it is ready and the link free."""
     free_time = 0.0
     for start_time, seconds in zip(start_times, durations, strict=True):
         free_time = max(free_time, start_time) + seconds
@@ -115,7 +113,7 @@ def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) 
 
 
 def _ready_times(micro_graph: Placed, rates: BackendRates, indices: Sequence[int]) -> list[float]:
-    """Return the times at which these steps of a graph are done."""
+    """Return the seconds from the start of a graph's run until each of the steps `indices` is done."""
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     step_seconds = (cost_model.call_seconds(s, rates, read_tensors) for s in micro_graph.steps)
     done_times = [*accumulate(step_seconds)]

@@ -14,7 +14,7 @@ from packtrain.common.mapped_file import mapped_file
 from packtrain.engine.backends import HOST
 from packtrain.engine.memory_plan import size_text
 from packtrain.engine.page_window import in_pages, page_schedule, smallest_window, weight_reads
-from packtrain.planner.budget import ReportFunction, enough, mib, plan_within_limits
+from packtrain.planner.budget import ReportFunction, mib, plan_within_limits, safe_budget
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import BaseWindow, TrainingPlans, leaves, mapped_leaves, runs
@@ -28,7 +28,7 @@ MAX_PLANS = 3  # each beside a larger window, until a call can read its weights 
 def plan_within_resident(
     shape: StepShape, request: PlanRequest, limit: int, rate: float, report: ReportFunction
 ) -> TrainingPlans:
-    """Return plans that leave room for the base if it takes at most half the limit, else for a window over it.
+    """Make plans for --resident: if the base takes at most half the limit, all its pages stay, else a window of them.
 
     limit  bytes of private memory and of pages together
     rate   bytes per second at which the base's file is read
@@ -52,7 +52,7 @@ def plan_within_resident(
     if host_limit == private_limit < limit:
         return plans  # --memory is the reason
     headline = (
-        f"this does not fit into --resident {size_text(limit)}; about {mib(enough(plans) + required)} would do,"
+        f"this does not fit into --resident {size_text(limit)}; about {mib(safe_budget(plans) + required)} would do,"
         f" {mib(required)} of them for what a call reads of the base"
     )
     details = (plans.refusal or "").partition("\n")[2]
@@ -60,7 +60,8 @@ def plan_within_resident(
 
 
 def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
-    """Return the window of so many bytes: at least what a call reads, at most the base."""
+    """Return what stays in memory of the base's file, `nbytes` but at least what a call reads and at most all of it,
+    and what a step then reads from the file."""
     mapped = mapped_leaves(plans.shape, plans.leaves.values())
     sizes = {leaf.label: in_pages(leaf.spec.nbytes) for leaf in mapped}
     reads = {name: weight_reads(placed, sizes) for name, placed in plans.placed_graphs.items()}
@@ -75,7 +76,7 @@ def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
 
 
 def file_rate(arrays: Iterable[np.ndarray]) -> float:
-    """Return the bytes per second at which the file of the largest mapped array is read; infinite if none is mapped."""
+    """Measure the bytes per second at which the file of the largest mapped array is read; inf if none is mapped."""
     array = max((a for a in arrays if mapped_file(a)), key=lambda array: array.nbytes, default=None)
     if array is None or (file := mapped_file(array)) is None:
         return math.inf

@@ -20,7 +20,7 @@ from packtrain.engine import ops
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
-from packtrain.engine.ops.costs import call_cost, laying, multiply_kind, traffic_nbytes
+from packtrain.engine.ops.costs import call_cost, multiply_kind, pack_kind, traffic_nbytes
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor, input, weight
@@ -40,7 +40,7 @@ COPY_NBYTES = 16 << 20  # bytes of a timed copy between two memories
 
 
 def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a kind of work and a call's result for each kind; a call uses at most 48 MiB, more than caches hold."""
+    """Yield a kind of work and the result of a call that does mostly that work; calls use at most 48 MiB."""
     yield "call", ops.scale(input("x", (1,)), by=2.0)
     yield "region", ops.scale(input("x", ((1 << 15) + 1,)), by=2.0)
     yield "near", ops.scale(input("x", (1 << 17,)), by=2.0)
@@ -59,11 +59,11 @@ def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
         dy, y, lse = input("dy", y.shape), input("y", y.shape), input("lse", lse.shape)
         yield f"{work_kind} back", ops.attention_back(dy, y, lse, q, k, v, scale=1.0)[0]
     for dtype in types:
-        yield laying(dtype), ops.matmul(input("x", (24, 1024)), weight("w", (512, 1024), dtype))
+        yield pack_kind(dtype), ops.matmul(input("x", (24, 1024)), weight("w", (512, 1024), dtype))
 
 
 def probe_layers() -> Tensor:
-    """Build two layers in sequence, as in a step: 13 MiB."""
+    """Build the result of two layers in sequence, as in a training step (13 MiB), to see how calls slow each other."""
     x = input("x", (256, 512))
     for i in range(2):
         gate, up_weight = (weight(f"{name}.{i}", (1024, 512)) for name in ("gate", "up"))
@@ -75,7 +75,7 @@ def probe_layers() -> Tensor:
 
 @dataclass
 class ProbeTimings:
-    """Times calls, and how long other programs used the processor meanwhile.
+    """Times of calls on a backend, and how long other programs used the processor meanwhile; solves them for rates.
 
     clock        wall or processor time: other programs only add to the first, but change the second both ways
     choose_time  picks one of several rounds' times
@@ -92,7 +92,7 @@ class ProbeTimings:
     waited: float = 0.0
 
     def time_call(self, work_kind: str, y: Tensor) -> None:
-        """Time the call that computes y, without computing its inputs."""
+        """Time the call that computes y, without computing its inputs, as a measurement of `work_kind`."""
         run = warm_executor(y, self.target)
         round_times = self.time_rounds([*run.calls[-1:], *run.syncs])
         self.timed_calls.append((work_kind, run.placed.steps[-1], self.choose_time(round_times)))
@@ -102,7 +102,7 @@ class ProbeTimings:
         self.step = run.placed, statistics.median(self.time_rounds([*run.calls, *run.syncs]))
 
     def time_rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
-        """Return the seconds of all calls together, for each of several rounds."""
+        """Run all calls several times and return the seconds of each round."""
         times, waited_before, start = list[float](), processor_wait_seconds(), time.perf_counter()
         while len(times) < MIN_ROUNDS or (len(times) < MAX_ROUNDS and sum(times) < SPENT):
             start_time = self.clock()
@@ -118,7 +118,7 @@ class ProbeTimings:
         return self.waited < MAX_WAIT_SHARE * self.wall_seconds
 
     def solve_rates(self, num_threads: int, fallback: BackendRates = DEFAULT_RATES) -> BackendRates:
-        """Return rates that explain the times of all calls; rates without a call come from `fallback`."""
+        """Return the rates that explain the measured seconds; rates without a call come from `fallback`."""
         rates = replace(fallback, threads=num_threads)
         for _ in range(SOLVE_PASSES):
             for work_kind, step, measured_seconds in self.timed_calls:
@@ -130,7 +130,7 @@ class ProbeTimings:
 
 
 def warm_executor(y: Tensor, target: Target = CPU) -> Executor:
-    """Return an executor that computes y from zeros, after one warm-up run."""
+    """Return an executor that computes y from zeros, after one run, so that nothing is allocated when it is timed."""
     session = Session()
     run = session.executor(place(Graph([y]), target))
     for leaf in run.placed.graph.leaves:
@@ -140,22 +140,22 @@ def warm_executor(y: Tensor, target: Target = CPU) -> Executor:
     return run
 
 
-def solve_rate(rates: BackendRates, kind: str, step: KernelStep, took: float) -> BackendRates:
-    """Return the rates with a new rate of `kind` that explains the seconds that the call took."""
+def solve_rate(rates: BackendRates, kind: str, step: KernelStep, seconds: float) -> BackendRates:
+    """Return the rates with the rate of `kind` replaced, so that they predict the `seconds` of this call."""
     cost = call_cost(step, step.results)
     if kind == "call":
-        return replace(rates, call=took)
+        return replace(rates, call=seconds)
     if kind == "region":
         base_seconds = call_seconds(step, replace(rates, region=0.0))
-        return replace(rates, region=max(took - base_seconds, 0.0))
-    left = took - rates.call - rates.region
+        return replace(rates, region=max(seconds - base_seconds, 0.0))
+    left = seconds - rates.call - rates.region
     if kind in MEMORY_KINDS:
-        rate = traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * took)
+        rate = traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * seconds)
         return replace(rates, cache_nbytes=rate) if kind == "near" else replace(rates, nbytes=rate)
     work_amount = cost.work[kind]
     other_seconds = sum(n / rates.rate_of(k) for k, n in cost.work.items() if k != kind)
     left = left / cost_model.idle_factor(cost.num_tasks, threads=rates.threads) - other_seconds
-    rate = work_amount / max(left, MIN_TIME_SHARE * took)
+    rate = work_amount / max(left, MIN_TIME_SHARE * seconds)
     flops = 2 * rate if kind == "multiply" else rates.flops
     return replace(rates, flops=flops, kinds={**rates.kinds, kind: rate})
 
@@ -163,15 +163,13 @@ def solve_rate(rates: BackendRates, kind: str, step: KernelStep, took: float) ->
 def measure_rates(
     types: Collection[Dtype] = (), fallback: BackendRates = DEFAULT_RATES, target: Target = CPU
 ) -> tuple[BackendRates, bool]:
-    """Measure the rates in about a second; also return whether the machine was quiet.
-
-    On a busy machine, one thread's processor time counts, times the threads; a device has no processor time.
-    """
+    """Measure a backend's rates in about a second; also return whether the machine was quiet. On a busy machine, one
+    thread's processor time counts, times the threads; a device has no processor time."""
     num_threads = kernels.threads()
     timing = time_probes(ProbeTimings(target=target), types)
     if timing.is_quiet or target.is_separate:
         new_rates = timing.solve_rates(num_threads, fallback)
-        return replace(new_rates, link=copying(timing)) if target.is_separate else new_rates, True
+        return replace(new_rates, link=link_rate(timing)) if target.is_separate else new_rates, True
     kernels.set_threads(1)
     try:
         timing = ProbeTimings(time.thread_time, statistics.median)
@@ -181,8 +179,8 @@ def measure_rates(
     return single_thread.for_threads(num_threads), False
 
 
-def copying(timing: ProbeTimings) -> float:
-    """Return the bytes per second between the memory of the target and the process's, there and back."""
+def link_rate(timing: ProbeTimings) -> float:
+    """Measure the bytes per second that are copied between a device's memory and the process's, there and back."""
     host, (backend, *_) = np.ones(COPY_NBYTES, np.uint8), timing.target.backends
     spec = Spec((COPY_NBYTES // f32.block_nbytes,))
     device_array = backend.view(backend.alloc(COPY_NBYTES), 0, spec, spec.strides)
@@ -204,10 +202,8 @@ def time_probes(timing: ProbeTimings, types: Collection[Dtype]) -> ProbeTimings:
 
 
 def processor_wait_seconds() -> float:
-    """Return the seconds so far in which threads of this process waited for the processor.
-
-    Linux counts them; elsewhere they are the time in which this thread did not run.
-    """
+    """Return the seconds so far in which threads of this process waited for the processor: Linux counts them.
+    Elsewhere, they are the time in which this thread did not run."""
     try:
         counts = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
     except OSError:  # a thread has just ended

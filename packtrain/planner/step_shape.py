@@ -21,7 +21,7 @@ DEFAULT_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The model file that a run starts from. Frozen tensors are read in place from the file.
+    """The model file that a finetuning run starts from, for planning. Frozen tensors are read in place from the file.
 
     types               types of the file's matrices by name, used by frozen ones
     frozen              name patterns of frozen tensors; with LoRA, only the adapters are trained
@@ -38,7 +38,7 @@ class BaseModel:
 
     @property
     def mark(self) -> str:
-        """The text that files of a run are checked by; its words are those of files that exist."""
+        """The text by which a resumed run checks that its files belong to these fields; its words never change."""
         fields = f"types={self.types}, frozen={self.frozen}, last={self.num_trained_blocks}"
         return f"Base({fields}, strict={self.strict}, masters={self.masters!r})"
 
@@ -100,12 +100,12 @@ class StepShape:
 
     @property
     def num_passes(self) -> int:
-        """Number of graphs in a step that run the blocks and their gradients."""
+        """How often a step runs its blocks and their gradients: 2 if a first pass measures the gradients' norm."""
         return 1 + self.two_passes
 
     @property
     def once(self) -> "StepShape":
-        """The shape in which no block runs backward twice."""
+        """The shape in which no block runs backward twice (to measure the gradients' norm first)."""
         return replace(self, two_passes=False, num_two_pass_blocks=0)
 
     @property
@@ -115,5 +115,5 @@ class StepShape:
 
     @property
     def num_positions(self) -> int:
-        """Positions of a step on this rank, including padding."""
+        """Token positions of a step on this rank, including padding."""
         return self.micro_batch_size * self.seq_len * self.num_micro_batches

@@ -18,13 +18,14 @@ NUM_UNEVEN_COUNTS = 2  # how many if blocks differ: each number then needs a gra
 def candidates(
     shape: StepShape, fixed: bool = False, may_tile: bool = False
 ) -> Iterator[StepShape]:
-    """Yield shapes that compute the shape's result, except for its chunk; with `fixed`, bit for bit the same result."""
+    """Yield variants of a step, to choose the fastest: with equal results but for rounding, or with `fixed`, the same
+    bits."""
     for count in tile_counts(shape) if may_tile and not fixed else (shape.num_row_tiles,):
         yield from _with_micro_batches(replace(shape, num_row_tiles=count), fixed)
 
 
 def tile_counts(shape: StepShape) -> list[int]:
-    """Return the numbers of tiles in which blocks may run: 1, and those of TILE_ROWS rows."""
+    """Return the numbers of tiles in which blocks may run: 1, and those with TILE_ROWS rows a tile."""
     counts = [shape.seq_len // rows for rows in TILE_ROWS if shape.seq_len % rows == 0]
     return [1, *(count for count in counts if count > 1 and can_tile(shape.config))]
 
@@ -62,7 +63,7 @@ def divisors(dividend: int) -> list[int]:
 def extreme_shapes(
     shape: StepShape, fixed: bool = False, may_tile: bool = False
 ) -> list[StepShape]:
-    """Return candidates for the least memory: all rows of a step in one micro-batch, or as few as possible."""
+    """Return those variants of a step of which one takes the least memory: rows in the fewest or most micro-batches."""
     least_chunk = shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1])
     shapes = list(candidates(least_chunk, fixed, may_tile))
     extreme_rows = shapes[0].micro_batch_size, shapes[-1].micro_batch_size

@@ -45,9 +45,7 @@ Graphs = Mapping[Name, Placed]
 @dataclass(frozen=True, slots=True)
 class BaseWindow:
     """At most `nbytes` of the base's pages are in memory; a step reads `read_nbytes` from its file, in `read_seconds`.
-
-    A call reads `call_nbytes` at once, less than which no window can have. The schedule takes `schedule_nbytes`.
-    """
+    A call reads `call_nbytes` at once, less than which no window can have. The schedule takes `schedule_nbytes`."""
 
     nbytes: int
     call_nbytes: int
@@ -58,7 +56,7 @@ class BaseWindow:
 
 @dataclass(frozen=True)
 class TrainingPlans:
-    """The placed graphs of a run and a plan for each, by name.
+    """The placed graphs of a run by name, each with its plan: an offset for every byte.
 
     baseline_nbytes  bytes of the process before any planned byte is allocated
     search_nbytes    peak bytes of this process and the searching child together
@@ -77,12 +75,12 @@ class TrainingPlans:
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
-        """All weights and states of all graphs, by name."""
+        """All weights and states (moments, gradient sums, KV cache) of all graphs, by name."""
         return {n: leaf for p in self.placed_graphs.values() for n, leaf in lasting(p).items()}
 
     @cached_property
     def resident_leaves(self) -> dict[str, Tensor]:
-        """The leaves that are not mapped from a file, by name."""
+        """The weights and states that are allocated, not mapped from the base's file, by name."""
         mapped = mapped_leaves(self.shape, self.leaves.values())
         return {name: leaf for name, leaf in self.leaves.items() if leaf not in mapped}
 
@@ -102,16 +100,16 @@ class TrainingPlans:
 
     @property
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Leaves that a checkpoint stores: trained weights and moments. Sums and KV caches start from zero."""
+        """What a checkpoint stores: trained weights and moments. Gradient sums and KV caches start from zero."""
         return {n: t for n, t in self.resident_leaves.items() if t.role not in ("sum", "cache")}
 
     @property
     def largest_plan(self) -> Plan:
-        """The plan of the largest arena, which all plans share."""
+        """The plan with the largest arena, in which all plans run."""
         return self.largest_plan_in(self.target.space)
 
     def largest_plan_in(self, space: str) -> Plan:
-        """Return the plan of the largest arena in a memory space."""
+        """Return the plan with the largest arena in a memory space."""
         return max(self.plans.values(), key=lambda plan: plan.arena(space).nbytes)
 
     @property
@@ -139,7 +137,7 @@ class TrainingPlans:
 
     @cached_property
     def calls(self) -> int:
-        """Number of calls of all graphs together."""
+        """Number of calls of all graphs together; each takes some bytes of the process."""
         return sum(len(placed.graph.calls) for placed in self.placed_graphs.values())
 
     @cached_property
@@ -154,21 +152,21 @@ class TrainingPlans:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that a run adds to the process's own memory."""
+        """Bytes that the run adds to the process's own memory."""
         return self.nbytes_in(HOST)
 
     @property
     def total_nbytes(self) -> int:
-        """Peak bytes of the process, in all of its memories."""
+        """Peak bytes of the process during the run, also those that count as a device's, such as cpu:1."""
         return self.baseline_nbytes + self.nbytes + sum(map(self.nbytes_in, self.target.aside))
 
     @property
     def needed_nbytes(self) -> int:
-        """Peak bytes of the process, during the search or during the run."""
+        """Peak bytes of the process: of the search or of the run, whichever is more."""
         return max(self.total_nbytes, self.search_nbytes)
 
     def nbytes_in(self, space: str) -> int:
-        """Return the bytes that a run takes of a memory space."""
+        """Return all bytes that the run takes of a memory space: leaves, arena, kernels and the loop."""
         leaf_nbytes = self.resident_nbytes(space)
         leaf_nbytes += self.role_nbytes(MAPPED, space=space) * (space != HOST)  # copied there
         constant_nbytes = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
@@ -178,19 +176,19 @@ class TrainingPlans:
         return leaf_nbytes + arena.nbytes + overhead_nbytes + rooms + self.pool_nbytes(space)
 
     def pool_nbytes(self, space: str) -> int:
-        """Return the bytes that kernels take of a space beside workspaces, and buffers beside their contents."""
+        """Return the bytes of a memory space that kernels take beside workspaces, and that allocators round up."""
         kernel_nbytes = max(plan.arena(space).pool_nbytes for plan in self.plans.values())
         return kernel_nbytes + self.target.extra_nbytes(space, self._buffer_nbytes(space))
 
     def _buffer_nbytes(self, space: str) -> list[int]:
-        """Return sizes of a session's buffers in a space: copies from a file, other leaves and constants, the arena."""
+        """Return the sizes of what a session allocates in a space: copies from a file, other leaves, the arena."""
         resident = self.resident_nbytes(space)
         resident += sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         arena_nbytes = self.largest_plan_in(space).arena(space).nbytes
         return [*self.leaf_sizes.get((space, MAPPED), ()), resident, arena_nbytes]
 
     def step_seconds(self, rates: cost_model.BackendRates) -> float:
-        """Return the expected seconds of a training step."""
+        """Return the expected seconds of a training step; at least those to read the base's pages from its file."""
         graphs, counts = self.placed_graphs, runs(self.shape).items()
         seconds = sum(n * cost_model.graph_seconds(graphs[name], rates) for name, n in counts)
         return max(seconds, self.window.read_seconds if self.window else 0.0)
@@ -201,7 +199,7 @@ class TrainingPlans:
 
 
 def lasting(placed: Placed) -> dict[str, Tensor]:
-    """Return the weights and states of a graph by name."""
+    """Return the leaves of a graph whose values stay between runs (weights and states), by name."""
     return {placed.names[leaf]: leaf for leaf in placed.graph.leaves if leaf.role}
 
 
@@ -229,7 +227,7 @@ def packed_weight_types(shape: StepShape) -> set[Dtype]:
 
 
 def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
-    """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied."""
+    """Return the bytes of leaves in a memory space; leaves mapped from a file count only on devices, as copies."""
     local = [leaf for leaf in of if target.home(leaf).space == space]
     mapped = mapped_leaves(shape, local)
     resident_nbytes = buffer_nbytes([leaf for leaf in local if leaf not in mapped], target)
@@ -237,13 +235,13 @@ def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space:
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
-    """Return the bytes of this process for leaves of another memory on their way into a file or out of one."""
+    """Return the bytes of this process for leaves of devices on their way into a checkpoint or out of one."""
     remote = [] if target.private else [t for t in leaves if target.home(t).space != HOST]
     return NUM_PASSING_LEAVES * max([leaf.spec.nbytes for leaf in remote], default=0)
 
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
-    """Return the bytes of the training loop outside the session: executors, batches, files."""
+    """Return the bytes of the training loop outside the session: executors of `calls` calls, batches, files."""
     # tokens, targets, weights, pos, seq; the answer of each target; values of a teacher or the base
     num_targets = 0 if shape.distill is None else shape.distill.numbers(shape.seq_len)
     nbytes = 4 * shape.micro_batch_size * ((5 + 2 * shape.max_pairs) * shape.seq_len + num_targets)
@@ -276,7 +274,7 @@ def graph_names(shape: StepShape) -> tuple[str, ...]:
 
 
 def runs(shape: StepShape) -> dict[str, int]:
-    """Return how often each graph runs in a step, by name."""
+    """Return how often each graph runs in a training step, by name."""
     counts = {MICRO: shape.num_micro_batches * shape.num_evaluations, UPDATE: shape.num_evaluations}
     return {name: counts.get(name, 1) for name in _step_graph_names(shape)}
 
@@ -287,13 +285,13 @@ def _step_graph_names(shape: StepShape) -> tuple[str, ...]:
     return (MEASURE, APPLY) if shape.num_passes > 1 else (STEP,)
 
 
-def blocks_in(shape: StepShape) -> str:
-    """Return the name of the step's graph for which recomputation is chosen; a first pass uses it, too."""
+def block_graph(shape: StepShape) -> str:
+    """Return the name of the step's graph that runs the blocks for their gradients; recomputation is chosen for it."""
     return next(name for name in (MICRO, APPLY, STEP) if name in _step_graph_names(shape))
 
 
 def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
-    """Build a graph of a run, with the stream of values between the blocks that its backward pass reaches."""
+    """Build the graph `name` of a run, with the values between those blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     clip: dict[str, Any] = {"max_norm": shape.max_norm, "max_value": shape.max_value}
     if name == UPDATE:
@@ -313,7 +311,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
         outputs["loss"], outputs["logps"] = preference.loss(loss.losses, shape.max_pairs)
     elif shape.distill is not None:
         outputs["loss"] = shape.distill.loss(config, weights, loss, shape.chunk)
-    first_reached, inner = passed_over(shape.config, shape.base) * parts, dict[Tensor, Tensor]()
+    first_reached, inner = num_unreached(shape.config, shape.base) * parts, dict[Tensor, Tensor]()
     reached_stream = loss.block_outputs[first_reached:]
     keep = None
     if shape.keep is not None:
@@ -327,28 +325,29 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
         graph = optim.applying_graph(outputs, trained, optimizer, keep=keep, inner=inner, **clip)
     else:
         next_blocks = reached_stream[shape.num_two_pass_blocks * parts :][:parts]
-        split_pass = (_of_twice(shape, trained), next_blocks) if shape.num_two_pass_blocks else None
+        split_pass = (_two_pass(shape, trained), next_blocks) if shape.num_two_pass_blocks else None
         clip["two_pass"] = split_pass
         graph = optim.training_graph(outputs, trained, optimizer, keep=keep, inner=inner, **clip)
     graph.offloaded = frozenset(t for t, rank in (keep or {}).items() if rank == OFFLOADED)
     return BuiltGraph(graph, reached_stream, inner)
 
 
-def _of_twice(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
-    """Return the weights of the blocks that run backward twice."""
-    end_block = passed_over(shape.config, shape.base) + shape.num_two_pass_blocks
+def _two_pass(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
+    """Return the trained weights of the blocks that run backward twice, and of those below."""
+    end_block = num_unreached(shape.config, shape.base) + shape.num_two_pass_blocks
     prefixes = tuple(f"blk.{block_index}." for block_index in range(end_block))
     return [leaf for leaf in trained if leaf.label.startswith(prefixes)]
 
 
 def saves_input(shape: StepShape) -> bool:
-    """Whether the first reached block's input is saved: where blocks compute it, or a second pass follows updates."""
-    return passed_over(shape.config, shape.base) > 0 or shape.num_two_pass_blocks > 0
+    """Whether to save the input of the first block that the backward pass reaches: blocks compute it, or it is read
+    again after an update. Otherwise it is looked up again."""
+    return num_unreached(shape.config, shape.base) > 0 or shape.num_two_pass_blocks > 0
 
 
 @cache
-def passed_over(config: Config, base: BaseModel | None) -> int:
-    """Return the number of blocks before the first block that the backward pass reaches."""
+def num_unreached(config: Config, base: BaseModel | None) -> int:
+    """Return the number of blocks that the backward pass does not reach, as nothing in or below them is trained."""
     weights = transformer.weights(config)
     names = weights if base is None else base.trained_names(config, weights)
     reached_names = [n for n in names if n.startswith(("blk.", EMBEDDING, *LAYER_INPUTS))]

@@ -23,16 +23,16 @@ from packtrain.engine.backends import CPU, HOST, cpu
 from packtrain.engine.memory_plan import size_text
 from packtrain.engine.optim import OPTIMIZERS
 from packtrain.planner import budget as budgets
-from packtrain.planner.budget import ReportFunction, followed, minimum_budget, plan_within_limits
+from packtrain.planner.budget import ReportFunction, minimum_budget, plan_shape, plan_within_limits
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.device_spread import AUTO
 from packtrain.planner.expected_pace import attended_share, num_trained_tokens
-from packtrain.planner.kernel_memory import KernelMemory, loaded, required_kernel_modules
+from packtrain.planner.kernel_memory import KernelMemory, measure_kernels, required_kernel_modules
 from packtrain.planner.machine_speed import measure_rates_in_children
 from packtrain.planner.plan_request import OFFLOAD_MODES, PlanRequest
 from packtrain.planner.plan_table import memory_rows, plan_data, plan_text
 from packtrain.planner.plan_view import chart_svg
-from packtrain.planner.rank_exchange import ExchangeTimes, shared
+from packtrain.planner.rank_exchange import ExchangeTimes, predict_exchange
 from packtrain.planner.resident_limit import file_rate, plan_within_resident
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import TrainingPlans, packed_weight_types
@@ -179,7 +179,7 @@ def _plan_on_rank(
     checkpoint = load_checkpoint(path, report) if settings.resume else None
     job = job if checkpoint is None else _continue_job(job, checkpoint)
     tokenizer = job.model.tokenizer() if settings.sample_every > 0 else None
-    module_memory = loaded(kernel_modules, free_nbytes)
+    module_memory = measure_kernels(kernel_modules, free_nbytes)
     request = _request(settings, job, speed, module_memory, limit, checkpoint is not None)
     target = settings.spread.place_leaves(job.shape, request)
     if settings.gpu_layers == AUTO:
@@ -191,11 +191,11 @@ def _plan_on_rank(
     limit = _private_limit(settings, plans.window.nbytes if plans.window else 0)
     min_budget = partial(minimum_budget, job.shape, request, report)
     if plans.refusal:
-        min_budget = partial(budgets.enough, plans)
+        min_budget = partial(budgets.safe_budget, plans)
     job, seconds = replace(job, shape=plans.shape), plans.step_seconds(speed)
     # threads of all processes on a core
     threads_per_core = settings.nproc * kernels.threads() / kernels.MAX_THREADS
-    time_over_link = partial(shared, plans, speed.slower(max(threads_per_core, 1.0)))
+    time_over_link = partial(predict_exchange, plans, speed.slower(max(threads_per_core, 1.0)))
     replay_seconds = cache(partial(writing_seconds, job, speed))
     run_fields = job, plans, replay_seconds, seconds, tokens, limit, tokenizer, checkpoint
     return PlannedRun(*run_fields, min_budget, command, time_over_link)
@@ -225,7 +225,7 @@ def _plan_job(
     if shared_decision is not None:
         shape, moments_offloaded = shared_decision
         request = request.offloaded(shape) if moments_offloaded else request
-        return replace(job, offloaded=moments_offloaded), followed(shape, request), request
+        return replace(job, offloaded=moments_offloaded), plan_shape(shape, request), request
     offload_mode = job.settings.offload
     request = replace(request, offload_mode=OFFLOAD_MODES[offload_mode])
     offloaded_request = request.offloaded(job.shape)

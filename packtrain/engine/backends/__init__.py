@@ -20,7 +20,7 @@ DEVICES |= dict.fromkeys(("torch:cpu", "cuda", "mps"), "torch_backend")
 
 @name_keywords
 def backend(device: str) -> Backend:
-    """Return the backend of a device: a name of DEVICES, or NAME:N for its Nth memory. Raises InputError."""
+    """Return the backend of a device, such as `cpu` or `cuda:1`, the second GPU. Raises InputError if unknown."""
     name, _, device_index = device.rpartition(":")
     device_kind = name if name in DEVICES and device_index.isdecimal() else device
     if device_kind not in DEVICES:
@@ -34,5 +34,5 @@ def backend(device: str) -> Backend:
 
 
 def target(device: str) -> Target:
-    """Return a Target that places everything on one device."""
+    """Return a Target (where a graph runs) that places all calls and leaves on one device."""
     return Target.for_backend(backend(device))

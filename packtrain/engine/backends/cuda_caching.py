@@ -21,7 +21,7 @@ Trace = tuple[int, ...]  # in order: bytes of an allocation, or -1 - i where the
 
 @dataclass(eq=False, slots=True)
 class SegmentBlock:
-    """A block of bytes in `segment`, the list of that segment's blocks in order."""
+    """A range of bytes of a segment, free or allocated; `segment` lists all blocks of the segment in order."""
 
     nbytes: int
     segment: list["SegmentBlock"]
@@ -29,14 +29,14 @@ class SegmentBlock:
 
 
 class CachingAllocator:
-    """A simulated allocator; `reserved` counts the bytes of all its segments."""
+    """A simulation of PyTorch's allocator for one GPU; `reserved` counts the bytes of all its segments."""
 
     def __init__(self) -> None:
         self.reserved = 0
         self.segments: dict[bool, list[list[SegmentBlock]]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> SegmentBlock:
-        """Return the smallest free block that is large enough, split, or a block of a new segment."""
+        """Return the smallest free block of `nbytes` or more, and split off its rest; add a segment if none."""
         size = round_up(nbytes, BLOCK_NBYTES)
         small = size <= MAX_SMALL_NBYTES
         fit = [b for part in self.segments[small] for b in part if b.is_free and b.nbytes >= size]
@@ -59,7 +59,7 @@ class CachingAllocator:
                 del block.segment[left_index + 1]
 
     def replay(self, trace: Trace) -> None:
-        """Allocate and free as the trace says, then free all remaining blocks."""
+        """Allocate and free as a Trace says, then free all remaining blocks."""
         blocks, num_allocated = dict[int, SegmentBlock](), 0
         for event in trace:
             if event < 0:
@@ -71,7 +71,7 @@ class CachingAllocator:
             self.release(block)
 
     def _add_segment(self, size: int) -> SegmentBlock:
-        """Add a segment for an allocation of `size` bytes."""
+        """Reserve a segment for an allocation of `size` bytes and return its only block, which is free."""
         segment, nbytes = list[SegmentBlock](), round_up(size, SEGMENT_MULTIPLE)
         if size < MAX_LARGE_NBYTES:
             nbytes = SMALL_SEGMENT_NBYTES if size <= MAX_SMALL_NBYTES else LARGE_SEGMENT_NBYTES
@@ -86,7 +86,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def buffers_nbytes(sizes: Iterable[int]) -> int:
-    """Bytes of the segments that hold buffers of these sizes, none of which is freed."""
+    """Return the bytes that the allocator reserves for buffers of these sizes, none of which is freed."""
     allocator = CachingAllocator()
     for nbytes in filter(None, sizes):
         allocator.allocate(nbytes)
@@ -94,13 +94,13 @@ def buffers_nbytes(sizes: Iterable[int]) -> int:
 
 
 def largest_room_nbytes(traces: Iterable[Trace]) -> int:
-    """Bytes of a segment for all large tensors that are alive at once. Reserved first, it spares segments that a larger
-    tensor would need beside those of smaller ones."""
+    """Return the bytes of a segment for all large tensors that are alive at once. Reserved first, it spares segments
+    that a larger tensor would need beside those of smaller ones."""
     return max(map(_peak_large_nbytes, traces), default=0)
 
 
 def pool_nbytes(traces: tuple[Trace, ...]) -> int:
-    """Bytes reserved for calls with these traces, repeated in turn, and for the workspaces of products."""
+    """Return the bytes that the allocator reserves for calls with these traces, however often they are repeated."""
     allocator, previous_reserved = CachingAllocator(), -1
     for nbytes in WORKSPACES:
         allocator.allocate(nbytes)
@@ -113,7 +113,7 @@ def pool_nbytes(traces: tuple[Trace, ...]) -> int:
 
 
 def _peak_large_nbytes(trace: Trace) -> int:
-    """Most bytes of large tensors that are alive at once in a trace."""
+    """Return the most bytes of large tensors (over 1 MiB) that are alive at once in a trace."""
     allocation_nbytes, current_nbytes, peak_nbytes = list[int](), 0, 0
     for event in trace:
         allocation_nbytes += [round_up(event, BLOCK_NBYTES)] if event >= 0 else []

@@ -27,30 +27,28 @@ ROOM_NBYTES: dict[str, int] = {}  # by device: most bytes of temporaries, for ea
 
 
 def cuda_of(device: str) -> Any:
-    """Return torch.cuda for a CUDA device; None where nothing can be recorded."""
+    """Return torch.cuda for a CUDA device, on which calls can be recorded, else None."""
     return torch.cuda if device.startswith("cuda") else None
 
 
 def make_room(device: str, nbytes: int) -> None:
-    """Make the allocator reserve a segment of `nbytes` on the device, unless it has one."""
+    """Make PyTorch's allocator reserve a segment of `nbytes` on the device, unless it has reserved that much before."""
     if nbytes > ROOM_NBYTES.get(device, -1):
         ROOM_NBYTES[device] = nbytes
         fill_pool(device, nbytes)
 
 
 def fill_pool(device: str, nbytes: int) -> None:
-    """Allocate the workspaces of products, which stay, then free a tensor of `nbytes`; its segment stays reserved."""
+    """Allocate the workspaces of cuBLAS, which stay, then free a tensor of `nbytes`; its segment stays reserved."""
     x = torch.ones(8, 8, device=device)
     torch.addmm(x[0], x, x)
     torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
-    """Return a list of equal length: the last call of each recorded stretch replays the stretch, the others do nothing.
-
-    calls       have all run before, so that recording initializes nothing
-    recordable  which of them need no host
-    """
+    """Record stretches of calls as CUDA graphs; return a list of equal length to call instead: the last call of a
+    recorded stretch replays all of it, the others do nothing. `calls` have all run before, so that recording
+    initializes nothing; `recordable` says of each whether it needs no host."""
     recorded_calls, start = list(calls), 0
     if cuda_of(device) is None:
         return recorded_calls
@@ -64,7 +62,7 @@ def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool])
 
 
 def _record_graph(device: str, calls: Sequence[Run]) -> Run | None:
-    """Record the calls as one graph and return its replay; return None, with a warning, if that fails."""
+    """Record the calls as one CUDA graph and return a function that replays it; None, with a warning, if that fails."""
     cuda = cuda_of(device)
     if device in FAILED_DEVICES:
         return None
@@ -103,7 +101,7 @@ LOCKED_ADDRESSES = set[int]()  # where locked buffers begin
 
 
 def begin_copy(device: str, to: Any, source: Any) -> None:
-    """Begin to copy `source` to `to` once earlier kernels are done; at least one of them is on the device."""
+    """Begin to copy tensor `source` to `to` once earlier kernels are done; one of the two is on the device."""
     cuda = cuda_of(device)
     if device not in STREAMS:
         STREAMS[device] = cuda.Stream(device)
@@ -115,13 +113,13 @@ def begin_copy(device: str, to: Any, source: Any) -> None:
 
 
 def wait_for_copies(device: str) -> None:
-    """Make the host wait for all copies begun on the device; both sides may then be used again."""
+    """Make the host wait for all copies begun on the device; their sources and destinations may then be used again."""
     if device in STREAMS:
         STREAMS[device].synchronize()
 
 
 def lock_pages(device: str, buffer: Any) -> None:
-    """Lock the pages of a host array, so that copies need no detour; do nothing where CUDA refuses."""
+    """Lock (pin) the pages of a host array, so that CUDA copies it without a detour; do nothing where CUDA refuses."""
     runtime, address = cuda_of(device).cudart(), buffer.ctypes.data
     if not buffer.nbytes or address in LOCKED_ADDRESSES:
         return

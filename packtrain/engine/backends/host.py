@@ -24,7 +24,7 @@ OpCall = tuple[AnyOp, Inputs, Attrs]  # op, inputs and attributes of a call
 
 
 def aligned(nbytes: int, alignment: int) -> int:
-    """Bytes rounded up to a multiple of the alignment."""
+    """Return `nbytes` rounded up to a multiple of the alignment."""
     return -(-nbytes // alignment) * alignment
 
 
@@ -36,7 +36,7 @@ def return_freed() -> None:
 
 
 def later() -> None:
-    """Do nothing: in a recorded stretch, the next call other than `later` does the work of this one, too."""
+    """Do nothing: takes the place of a call that a recorded stretch (CUDA graph), replayed by a later call, makes."""
 
 
 class Backend(Protocol):
@@ -55,26 +55,26 @@ class Backend(Protocol):
     def alignment(self) -> int: ...
     @property
     def capacity(self) -> int | None:
-        """Bytes of its space that a run may take; None if the backend sets no limit."""
+        """Bytes of its space (memory) that a run may take; None if the backend sets no limit."""
 
     @property
     def on_host(self) -> bool:
-        """Whether its space is memory of this process, which `--memory` counts."""
+        """Whether its arrays are in memory of this process, which `--memory` counts."""
 
     @property
     def import_nbytes(self) -> int:
-        """Bytes that a child process and this one take to import the backend and to plan for it."""
+        """Bytes by which a process grows when it imports the backend and plans for it."""
 
     # ---- what it can do
     def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
-        """Return the kernel that runs the op on such inputs, or None."""
+        """Return the kernel that runs the op on such inputs; None if the backend has none."""
 
     def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
-        """Return the scratch arrays that the kernel of such a call needs."""
+        """Return shapes and types of the scratch arrays that the kernel of such a call needs from the plan."""
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
-        """Bytes of its space beside arenas and leaves: temporaries of such calls, repeated in turn, and what buffers of
-        these sizes take beyond their sizes."""
+        """Return the bytes of its space beside arenas and leaves: temporaries of such calls, repeated in turn, and what
+        buffers of these sizes take beyond their sizes."""
 
     def reserve(self, op_calls: Iterable[OpCall]) -> None:
         """Allocate in advance what `pool` counts for these calls, as far as possible."""
@@ -85,35 +85,35 @@ class Backend(Protocol):
 
     # ---- memory
     def alloc(self, nbytes: int) -> Any:
-        """Return a buffer of zeros that begins at a multiple of `alignment`."""
+        """Return a buffer of `nbytes` zeros, whose address is a multiple of `alignment`."""
 
     def share(self, values: np.ndarray) -> Any:
-        """Return a buffer with the bytes of a dense array, for kernels to read: the array's memory where possible."""
+        """Return a buffer with the bytes of a dense array for kernels to read; without a copy where possible."""
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
-        """Return the array of `spec` that begins `offset` bytes into the buffer."""
+        """Return an array of `spec` over bytes of the buffer, from `offset` on."""
 
     def window(self, array: Any) -> np.ndarray | None:
-        """Return the array's own memory for the host to read and write; None where that is impossible."""
+        """Return the array's memory as a NumPy array that the host can read and write; None if it cannot."""
 
     def write(self, array: Any, values: np.ndarray) -> None: ...
     def read(self, array: Any) -> np.ndarray:
-        """Return a copy that later runs do not change."""
+        """Return the array's values as a NumPy array, a copy that later runs do not change."""
 
     def fetch(self, array: Any, destination: np.ndarray) -> None:
-        """Copy a dense array to a host array of equal shape and element type."""
+        """Copy a dense array into a host array of equal shape and element type."""
 
     def fill(self, array: Any, byte: int) -> None:
-        """Set every byte of a dense array."""
+        """Set every byte of a dense array to `byte`."""
 
     def all_finite(self, array: Any) -> bool:
         """Whether every float of the array is finite."""
 
     def overlap(self, a: Any, b: Any) -> bool:
-        """Whether the arrays have bytes in common."""
+        """Whether two arrays have bytes in common."""
 
     def sync(self) -> None:
-        """Wait until all work is done."""
+        """Wait until all work that was begun on the backend is done."""
 
     # ---- copies beside its kernels
     @property
@@ -125,19 +125,20 @@ class Backend(Protocol):
         waits for earlier kernels on both sides; neither array may be touched until `wait_for_copies` returns."""
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies that this backend began are done."""
+        """Wait until the copies begun by `begin_copy` are done."""
 
     def lock_pages(self, buffer: Any) -> None:
-        """Lock the pages of a host buffer as long as it exists, so that copies need no detour."""
+        """Lock (pin) the pages of a host buffer as long as it exists, so that copies need no detour."""
 
     def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
-        """Return calls that do the work of `calls`, perhaps with less work of the host; some may be `later`. The calls
-        are consecutive in one plan and have run once; None in `op_calls` is a copy. Arrays keep their addresses."""
+        """Return calls that do the work of `calls` with less work of the host, as a CUDA graph does; some may be
+        `later`. The calls are consecutive in one plan and have run once; None in `op_calls` is a copy. Arrays keep
+        their addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A backend with NumPy arrays in ordinary memory and the kernels that ops declare for its name."""
+    """The backend of the CPU: NumPy arrays in ordinary memory, and the kernels that ops declare for its name."""
 
     name: str
     space: str = HOST
@@ -221,7 +222,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class SeparateHost(Host):
-    """Ordinary memory that counts as the memory of a device: `share` copies arrays there."""
+    """Ordinary memory that counts as the memory of a device of its own, such as cpu:1: `share` copies arrays there."""
 
     def share(self, values: np.ndarray) -> np.ndarray:
         buffer = self.alloc(values.nbytes)
@@ -230,7 +231,7 @@ class SeparateHost(Host):
 
 
 class _HostBackends(dict[str, Host]):
-    """Backends by name; `cpu:1`, `cpu:2`, … are made on first use, with memories of their own."""
+    """Backends by device name; `cpu:1`, `cpu:2`, … are made on first use, each with a memory of its own."""
 
     def __missing__(self, device: str) -> Host:
         return self.setdefault(device, SeparateHost(device.partition(":")[0], device))

@@ -9,7 +9,7 @@ from packtrain.engine.tensor import GraphError, Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """Backends in order of preference; on the first one live the leaves that `homes` does not name.
+    """Where a graph runs: backends in order of preference, and homes of leaves, by default in the first's memory.
 
     homes   backend by name or role of a leaf, by name of a weight (also for its moments and sums), or by cache.N
     limits  space -> most bytes; the process's own memory is limited by `--memory` instead
@@ -25,24 +25,24 @@ class Target:
 
     @classmethod
     def for_backend(cls, backend: Backend) -> "Target":
-        """Return a Target with one backend, limited by the capacity of its space."""
+        """Return a Target with one backend, limited by the bytes that are free in its memory."""
         limit = backend.capacity
         return cls((backend,), limits={} if limit is None else {backend.space: limit})
 
     @property
     def every(self) -> list[Backend]:
-        """All backends of the target, in order, each once."""
+        """All backends of the target, those of `homes` included, each once."""
         backends = (*self.backends, *self.homes.values())
         return list({(b.name, b.space): b for b in backends}.values())
 
     @property
     def space(self) -> str:
-        """The space of the first backend, where leaves live by default."""
+        """The memory space of the first backend, where leaves live by default."""
         return self.backends[0].space
 
     @property
     def is_separate(self) -> bool:
-        """Whether `space` is not the process's own memory."""
+        """Whether `space` is not the process's own memory, but that of a device."""
         return self.space != HOST
 
     @property
@@ -52,16 +52,16 @@ class Target:
 
     @property
     def aside(self) -> set[str]:
-        """Spaces that count as devices and yet are memory of this process, such as that of cpu:1."""
+        """Memory spaces that count as devices and yet are memory of this process, such as that of cpu:1."""
         return {b.space for b in self.every if b.space != HOST and b.on_host}
 
     @property
     def import_nbytes(self) -> int:
-        """Bytes that a child process and this one take to import the backends and to plan for them."""
+        """Bytes by which a process grows when it imports the backends and plans for them."""
         return max(backend.import_nbytes for backend in self.every)
 
     def extra_nbytes(self, space: str, buffers: Sequence[int]) -> int:
-        """Bytes that buffers of these sizes take in a space beyond their sizes, see Backend.pool."""
+        """Return the bytes that buffers of these sizes take in a memory space beyond their sizes, see Backend.pool."""
         backend = next((b for b in self.every if b.space == space), None)
         return 0 if backend is None else backend.pool((), buffers)
 
@@ -72,11 +72,12 @@ class Target:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all leaves live on the first backend."""
+        """Whether all leaves live in the memory of the first backend."""
         return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
-        """Return a leaf's backend: by its name, its weight's name (m/NAME), its role, or ROLE.N for block N."""
+        """Return the backend in whose memory a leaf lives, by its name, its weight's, its role, or ROLE.N for block
+        N."""
         if not self.homes:
             return self.backends[0]
         label, role = leaf.label, leaf.role or ""

@@ -36,7 +36,7 @@ DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if 
 
 
 def kernel_of(op: AnyOp, convert: Any, name: str = NAME) -> Kernel | None:
-    """Return the op's kernel; its first call converts arrays to tensors, which later calls reuse."""
+    """Return the op's PyTorch kernel, or None; its first call converts arrays to tensors, which later calls reuse."""
     kernel = op.kernels.get(name)
     return kernel and Kernel(_launcher(kernel.run, convert), kernel.strided)
 
@@ -58,10 +58,8 @@ def _launcher(run: Any, convert: Any) -> Any:
 
 
 def regular_strides(x: Any) -> Any:
-    """Return the tensor with the strides of a dense one along axes of one element.
-
-    PyTorch refuses to write over an input whose strides differ, even where strides have no effect.
-    """
+    """Return the tensor with the strides of a dense one along axes of one element. PyTorch refuses to write over an
+    input whose strides differ, even where strides have no effect."""
     if isinstance(x, tuple) and not isinstance(x, BlockArray):
         return tuple(map(regular_strides, x))
     if not isinstance(x, torch.Tensor) or 1 not in x.shape:
@@ -80,7 +78,7 @@ def regular_strides(x: Any) -> Any:
 
 
 def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
-    """Return address and bytes of the whole pages of a NumPy array; None if they are not worth a call."""
+    """Return address and bytes of the whole pages in a NumPy array, to be given back to the system; None if few."""
     is_large = isinstance(work, np.ndarray) and work.nbytes >= host.LARGE
     if not is_large or not hasattr(host.LIBC, "madvise"):
         return None
@@ -93,7 +91,7 @@ def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
 
 
 def as_tensor(x: Any) -> Any:
-    """Return a tensor that shares the bytes of a NumPy array; blocks become a BlockArray."""
+    """Return a tensor that shares the bytes of a NumPy array; quantized blocks become a BlockArray."""
     if isinstance(x, tuple):
         return tuple(map(as_tensor, x))
     if not isinstance(x, np.ndarray):
@@ -114,7 +112,7 @@ def _from_numpy(x: np.ndarray) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TorchHost(Host):
-    """Backend `torch:cpu`: NumPy arrays in ordinary memory, seen as tensors."""
+    """Backend `torch:cpu`: NumPy arrays in ordinary memory, on which PyTorch's kernels run."""
 
     import_nbytes: int = IMPORT_NBYTES
 
@@ -123,7 +121,7 @@ class TorchHost(Host):
         return kernel_of(op, as_tensor)
 
     def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
-        """Return room for the temporaries of a kernel: plans count it, and the kernel does not get it."""
+        """Return a workspace of the size of a kernel's temporaries: the plan counts it, PyTorch allocates its own."""
         return torch_temporaries.temporaries(op, inputs, attrs) if NAME in op.kernels else ()
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
@@ -134,18 +132,18 @@ class TorchHost(Host):
 
 
 def _match_num_threads() -> None:
-    """Make PyTorch use as many threads as the kernels."""
+    """Make PyTorch use as many threads as the compiled kernels."""
     if torch.get_num_threads() != kernels.threads():
         torch.set_num_threads(kernels.threads())
 
 
 def raw_of(array: Any) -> Any:
-    """Return the tensor of an array: bytes for a BlockArray."""
+    """Return the tensor of an array of the device: for quantized blocks, that of their bytes."""
     return array.raw if isinstance(array, BlockArray) else array
 
 
 def tensor_of(array: Any) -> Any:
-    """Return the tensor of an array of the device or of the host: bytes for an array of blocks."""
+    """Return the tensor of an array of the device or of NumPy: for quantized blocks, that of their bytes."""
     return raw_of(array if isinstance(array, BlockArray) else as_tensor(array))
 
 
@@ -154,7 +152,7 @@ def dtype_of(array: Any) -> Dtype:
 
 
 def address_range(raw: Any) -> range:
-    """Return the addresses of a tensor, from its first byte to its last."""
+    """Return the addresses of a tensor's bytes, from the first to the last."""
     last_offset = sum((n - 1) * step for n, step in zip(raw.shape, raw.stride(), strict=True))
     begin = raw.data_ptr()
     return range(begin, begin + (last_offset + 1) * raw.itemsize if raw.numel() else begin)
@@ -162,7 +160,7 @@ def address_range(raw: Any) -> range:
 
 @dataclass(frozen=True, slots=True)
 class TorchDevice:
-    """Backend of a PyTorch device whose memory the host cannot read: arrays are views of a tensor of bytes."""
+    """Backend of a PyTorch device, such as `cuda`, whose memory the host cannot read: arrays view a tensor of bytes."""
 
     name: str
     device: str
@@ -191,7 +189,7 @@ class TorchDevice:
         return None if has_unknown_dtype else kernel_of(op, lambda x: x, self._kernel_name(op))
 
     def _kernel_name(self, op: AnyOp) -> str:
-        """Return under which name the op's kernel for this device is declared."""
+        """Return the name under which the op declares its kernel for this device: `cuda` (Triton) or `torch`."""
         return CUDA_KERNEL if self.fused and CUDA_KERNEL in op.kernels else NAME
 
     def _measured(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> KernelFootprint:
@@ -267,7 +265,7 @@ class TorchDevice:
         return bool(array.isfinite().all())
 
     def overlap(self, a: Any, b: Any) -> bool:
-        """Whether the address ranges overlap; arrays that are compared have no gaps."""
+        """Whether the address ranges of two arrays overlap; arrays that are compared have no gaps."""
         a_range, b_range = address_range(raw_of(a)), address_range(raw_of(b))
         return max(a_range.start, b_range.start) < min(a_range.stop, b_range.stop)
 
@@ -296,7 +294,7 @@ class TorchDevice:
 
 
 def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[cuda_caching.Trace, ...]:
-    """Return the distinct allocation traces of the calls."""
+    """Return the distinct traces (allocations and frees) of kernels."""
     return tuple(dict.fromkeys(measurement.trace for measurement in measurements))
 
 
@@ -304,7 +302,7 @@ def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[cuda_caching.Tra
 
 
 class _LazyBackends(dict[str, Backend]):
-    """Backends that are made on first use; a missing package or device then raises InputError."""
+    """Backends by device name, made on first use; a missing package or device then raises InputError."""
 
     def __missing__(self, name: str) -> Backend:
         if find_spec("torch") is None:

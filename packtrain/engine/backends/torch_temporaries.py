@@ -1,4 +1,4 @@
-"""Measures kernels of PyTorch on tensors without values: bytes of temporaries, and whether they need the host."""
+"""Measures PyTorch kernels on tensors without values: bytes of temporaries, and whether they need the host."""
 
 import math
 import weakref
@@ -23,7 +23,7 @@ QUERY_BLOCKS, KEY_BLOCK = ((192, 32), (768, 64), (1 << 62, 256)), 512
 
 
 class KernelFootprint(NamedTuple):
-    """The temporaries of a kernel, and whether a CUDA graph can hold it.
+    """What a PyTorch kernel allocates while it runs, and whether a CUDA graph can hold it.
 
     nbytes         most bytes of temporaries at once, and what PyTorch's functions take unseen on the CPU
     is_recordable  whether the kernel never reads values on the host nor brings any from it
@@ -39,7 +39,7 @@ KERNEL_FOOTPRINTS: dict[Any, KernelFootprint] = {}
 
 
 def torch_name(dtype: Dtype) -> str:
-    """Return PyTorch's name of an element type without blocks."""
+    """Return PyTorch's name of an element type without blocks, such as `float32`."""
     return "bfloat16" if dtype == bf16 else dtype.numpy.name
 
 
@@ -48,7 +48,7 @@ def torch_type(dtype: Dtype) -> Any:
 
 
 def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
-    """Return a workspace as large as the temporaries of a call, or none."""
+    """Return a workspace of bytes, as large as the temporaries of a call's PyTorch kernel; () if it has none."""
     nbytes = kernel_footprint(op, inputs, attrs).nbytes
     return (Spec((nbytes,), u8),) if nbytes else ()
 
@@ -56,7 +56,7 @@ def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
 def kernel_footprint(
     op: AnyOp, inputs: Inputs, attrs: Attrs, kernel: str = "torch"
 ) -> KernelFootprint:
-    """Return the temporary memory of a call by this kernel, measured once for each op, specs and attributes."""
+    """Return what a call's kernel allocates beside its results, measured once for equal specs and attributes."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KERNEL_FOOTPRINTS:
@@ -65,7 +65,7 @@ def kernel_footprint(
 
 
 def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
-    """Run the kernel on tensors without values, or on zeros if it needs values; return its footprint."""
+    """Run the kernel on tensors without values, or on zeros if it needs values; return what it allocates."""
     try:
         meter, num_host_accesses = _watch_kernel(call, kernel)
         if num_host_accesses:  # a kernel brings its tables once, and keeps them
@@ -76,7 +76,7 @@ def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
 
 
 def _watch_kernel(call: OpCall, kernel: str) -> tuple[Any, int]:
-    """Run the kernel on `meta`; return the meter of its allocations and the count of its host accesses."""
+    """Run the kernel on `meta` tensors; return the meter of its allocations and how often it needs the host."""
     accesses_before = HOST_READS["times"]
     with host_transfer_counter()() as transfer_counter:
         meter = _run_kernel(call, kernel, "meta")
@@ -99,7 +99,7 @@ def _run_kernel(call: OpCall, kernel: str, device: str) -> Any:
 
 
 def empty_array(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
-    """Return an array of zeros, or without values on `meta`."""
+    """Return an array of zeros on `device`, or an array without values on `meta`."""
     dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
     if dtype.quantized:
         raw_shape, raw_strides = (*shape, dtype.block_nbytes), (*strides, 1)
@@ -114,7 +114,7 @@ def _empty(shape: Any, strides: Any, dtype: Any, device: str) -> Any:
 
 @cache
 def host_transfer_counter() -> Any:
-    """Return the context class that counts, as `times`, how often values are brought from the host."""
+    """Return a context class that counts, as `times`, how often PyTorch functions bring values from the host."""
 
     class HostTransferCounter(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         times = 0
@@ -130,8 +130,8 @@ def host_transfer_counter() -> Any:
 
 @cache
 def allocation_meter() -> Any:
-    """Return the context class that meters storages allocated inside it: `current_nbytes`, `peak_nbytes`, and `trace`
-    of allocations and frees."""
+    """Return a context class that meters tensors allocated inside it: `current_nbytes`, `peak_nbytes`, and `trace`,
+    their allocations and frees."""
 
     class AllocationMeter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -171,7 +171,7 @@ def allocation_meter() -> Any:
 
 
 def untracked_nbytes(function: Any, args: Any) -> int:
-    """Bytes that a function of PyTorch takes on the CPU beside its result: tiles of products, blocks of attention."""
+    """Return the bytes that a PyTorch function takes unseen on the CPU: tiles of products, blocks of attention."""
     name = str(function).split(".")[1]
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         (m, k), n = args[-2].shape[-2:], args[-1].shape[-1]

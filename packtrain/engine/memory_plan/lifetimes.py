@@ -19,7 +19,8 @@ CATEGORIES = {"forward": "activation", "backward": "gradient", "recomputed": "re
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes that a chain of tensors uses one after another, needed during steps [start, end) in an arena of a space."""
+    """Bytes of an arena that tensors use one after another, each written over the last, needed during steps [start,
+    end)."""
 
     name: str
     op: str
@@ -33,16 +34,16 @@ class Storage:
 
 
 def default_arena(name: str) -> str:
-    """Return the name of the arena of every tensor where a space has one arena: an empty name."""
+    """Return "", the name of a memory space's only arena."""
     return ""
 
 
 def storage_lifetimes(
     placed: Placed, space: str | None = None, *, reuse: bool = True, arena_of: Callable[[str], str] = default_arena,
 ) -> list[Storage]:  # fmt: skip
-    """Return the storages of a space (None: of all): inputs, results, workspaces, but no weights, states or constants.
+    """Return what needs bytes in the arenas of a memory space (None: of all): inputs, results and workspaces.
 
-    reuse     False: no in-place operations
+    reuse     False: no result overwrites an input
     arena_of  returns the arena of a tensor or workspace by name
     """
     all_storages = _LifetimeAnalysis(placed, reuse, arena_of).storages()
@@ -50,7 +51,7 @@ def storage_lifetimes(
 
 
 def _reading_steps(placed: Placed) -> dict[Tensor, list[int]]:
-    """Map each tensor that owns storage to the steps that read it, in order; outputs are read after the last step."""
+    """Return, by tensor that owns bytes, the steps that read it, in order; the step after the last reads outputs."""
     reading_steps: dict[Tensor, list[int]] = {}
     for i, step in enumerate(placed.steps):
         for t in step.reads:
@@ -110,8 +111,8 @@ class _LifetimeAnalysis:
     def _reusable_storage(
         self, step: KernelStep, index: int, i: int, reused: set[Storage], arena: str
     ) -> Storage | None:
-        """Return the storage of an input that result `index` may overwrite: last read here, once, whole and dense, and
-        by no other step since a barrier, because such a step may run at the same time."""
+        """Return the bytes of an input that result `index` may overwrite, or None: last read here, once, whole and
+        dense, and by no other step since a barrier, because such a step may run at the same time."""
         result, released = step.results[index], self.placed.released
         for input_index in step.op.inplace.get(index, ()) if self.reuse else ():
             t = step.inputs[input_index]
@@ -130,7 +131,7 @@ class _LifetimeAnalysis:
 
 
 def lifetime_columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return start, end and size of each storage; sizes are rounded up to multiples of the alignment."""
+    """Return start step, end step and bytes of each storage, int64 (N,) each; bytes are multiples of the alignment."""
     aligned_nbytes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
     column_lists = [s.start for s in of], [s.end for s in of], aligned_nbytes
     return tuple(np.array(column, np.int64) for column in column_lists)

@@ -18,7 +18,8 @@ CallDependencies = Sequence[Sequence[int]]  # for each call, the calls that must
 
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
-    """Return the sequence for `place` with the least lower bound; the written order, unless another needs less."""
+    """Return the order of calls, for `place`, that needs the fewest arena bytes; the one written unless another needs
+    less."""
     orders = candidate_orders(graph)
     written, *alternatives = ([i for at in order for i in (at, BARRIER)] for order in orders)
     best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
@@ -27,7 +28,8 @@ def least_order(graph: Graph, target: Target = CPU) -> list[int]:
 
 
 def candidate_orders(graph: Graph) -> Iterator[list[int]]:
-    """Yield the written order; depth-first ones from outputs: as listed, reversed, by size (Sethi & Ullman 1970)."""
+    """Yield orders of calls: as written; depth-first from outputs as listed, reversed, by size (Sethi & Ullman
+    1970)."""
     yield list(range(len(graph.calls)))
     needs, call_index = call_dependencies(graph), {call: i for i, call in enumerate(graph.calls)}
     end_calls = (t.call for t in (*graph.outputs.values(), *graph.updates))
@@ -39,7 +41,8 @@ def candidate_orders(graph: Graph) -> Iterator[list[int]]:
 
 
 def call_dependencies(graph: Graph) -> CallDependencies:
-    """Return for each call the calls of its inputs and, if it writes a leaf, all readers of the old value."""
+    """Return for each call those that must precede it: its inputs', and if it writes a leaf, readers of the old
+    value."""
     call_index = {call: i for i, call in enumerate(graph.calls)}
     readers: dict[Tensor, list[int]] = {}
     for i, call in enumerate(graph.calls):
@@ -58,7 +61,7 @@ def call_dependencies(graph: Graph) -> CallDependencies:
 def depth_first(
     needs: CallDependencies, roots: list[int], arrange: Callable[[list[int]], list[int]]
 ) -> list[int]:
-    """Return an order in which each call follows the calls that it needs, these in the order of `arrange`."""
+    """Return an order of calls in which each follows those it needs (`needs`); `arrange` sorts these."""
     order, done_calls = list[int](), set[int]()
     stack = [(i, False) for i in reversed(arrange(roots))]
     while stack:
@@ -75,7 +78,7 @@ def depth_first(
 
 
 def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
-    """Return each call's peak bytes minus the bytes that it leaves, as if no value were read twice."""
+    """Return, by call, the peak bytes of computing it minus those of its results, as if no value were read twice."""
     call_peaks, call_remains = list[int](), list[int]()
     for call, predecessors in zip(graph.calls, needs, strict=True):
         live_nbytes = peak_nbytes = 0
@@ -90,7 +93,7 @@ def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
 
 
 def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:
-    """Return the sum of the lower bounds of all arenas."""
+    """Return the lower bound of the bytes of all arenas if calls run in this order."""
     placed, total_nbytes = place(graph, target, sequence), 0
     storage_list = storage_lifetimes(placed)
     for space, alignment in {(b.space, b.alignment) for b in placed.home.values()}:

@@ -20,7 +20,7 @@ ArenaKey = tuple[str, str]  # a space, and the name of one of its arenas
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """`nbytes` at `offset` of an arena of a space during steps [start, end), used by `tensors` one after another."""
+    """`nbytes` at `offset` of an arena during steps [start, end), used by `tensors` (names) one after another."""
 
     name: str
     op: str
@@ -40,11 +40,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """An arena of a memory space: its bytes, most bytes alive at once (`lower_bound`), that step, and bytes outside.
-
-    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment, and so do
-    the bytes that kernels take beside their workspaces (see Backend.pool).
-    """
+    """One allocation of a plan: its bytes, the most bytes alive at once (`lower_bound`), at `peak_step`, and bytes
+    outside. Weights, states and constants of a space count in its arena without a name, rounded up to the alignment,
+    and so do the bytes that kernels take beside their workspaces (see Backend.pool)."""
 
     space: str
     nbytes: int
@@ -62,7 +60,7 @@ class Arena:
 
     @property
     def gap(self) -> float:
-        """Bytes lost to packing, as a fraction of the lower bound; 0: proved optimal."""
+        """Share of bytes that packing lost over the lower bound; 0 proves that no plan is smaller."""
         return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
@@ -79,7 +77,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Offsets of everything in a run of the placed graph with this fingerprint, and of no other graph."""
+    """Where every byte of a run lies, for the placed graph with this fingerprint and no other."""
 
     fingerprint: str
     steps: int
@@ -87,7 +85,7 @@ class Plan:
     buffers: tuple[Buffer, ...] = field(repr=False)  # thousands
 
     def arena(self, space: str = HOST, name: str = "") -> Arena:
-        """Return the arena of a space with this name; its size is 0 if the run does not use it."""
+        """Return the arena of a memory space with this name; an arena of 0 bytes if the run does not use it."""
         unused = Arena(space, 0, 0, 0, 0, 0, 0, name)
         return next((a for a in self.arenas if a.place == (space, name)), unused)
 
@@ -98,13 +96,13 @@ class Plan:
         return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
 
     def check_belongs(self, placed: Placed) -> None:
-        """Raise GraphError unless this plan belongs to an equal graph, placed in the same way."""
+        """Raise GraphError unless this plan was made for an equal graph, placed in the same way."""
         if placed.fingerprint != self.fingerprint:
             fact = f"the plan is for graph {self.fingerprint}"
             raise GraphError(f"{fact}, not for this graph {placed.fingerprint}; plan it again")
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
-        """Return a message about a space that would exceed its limit, or None."""
+        """Return a message on the first memory space whose limit this plan exceeds, or None."""
         for space in {a.space: None for a in self.arenas}:
             needed = sum(a.nbytes + a.outside_nbytes for a in self.arenas if a.space == space)
             if needed > limits.get(space, needed):
@@ -142,7 +140,7 @@ class Plan:
 
 
 def size_text(nbytes: int) -> str:
-    """Return bytes in a readable unit: 1536 -> '1.5 KiB'."""
+    """Return a number of bytes as a readable text: 1536 -> '1.5 KiB'."""
     scaled_size, unit = float(nbytes), 0
     while scaled_size >= 1024 and unit < 4:
         scaled_size, unit = scaled_size / 1024, unit + 1
@@ -153,7 +151,7 @@ def make_plan(
     placed: Placed, *, packer: Packer = pack, reuse: bool = True,
     arenas: Mapping[str, str] | Callable[[str], str] = lifetimes.default_arena,
 ) -> Plan:  # fmt: skip
-    """Return a Plan with an offset for every storage, in one arena per memory space, or in several.
+    """Return a Plan: an offset for all bytes of a placed graph's run, in one arena per memory space or in several.
 
     packer  (start, end, size) -> offsets, see pack
     reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong result
@@ -185,7 +183,7 @@ def make_plan(
 
 
 def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
-    """Return the bytes that the kernels of these steps take of a space beside their workspaces."""
+    """Return the bytes that kernels of these steps take of a memory space beside workspaces, such as temporaries."""
     pooled = [s for s in steps if s.backend.space == space]
     backends = {s.backend for s in pooled}
     calls = ((b, (c for s in pooled if s.backend is b and (c := s.op_call))) for b in backends)
@@ -193,7 +191,7 @@ def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
 
 
 def _outside_nbytes(placed: Placed, place: ArenaKey, alignment: int) -> tuple[int, int, int]:
-    """Bytes of weights, states and constants of a space, each a multiple of the alignment."""
+    """Return the bytes of weights, of states and of constants in a memory space, each rounded up to the alignment."""
     nbytes_by_kind = {"weight": 0, "state": 0, "constant": 0, "input": 0}
     for leaf in placed.graph.leaves:
         if (placed.home[leaf].space, "") == place:

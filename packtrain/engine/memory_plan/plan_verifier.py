@@ -70,7 +70,7 @@ class _PlanReplay:
         self._check_certificate()
 
     def _check_copies(self, i: int, step: KernelStep) -> None:
-        """Check that no step reads a copy under way or writes its source; bytes are checked when the copy finishes."""
+        """Raise PlanError if a step reads a copy that is still under way, or writes its source."""
         who, written_bases = f"step {i} {step.op.name}", {t.base for t in step.results}
         if step.op is FINISH_COPY and self.travelling.pop(step.reads[0], None) not in [
             t.base for t in step.reads[1:]
@@ -111,7 +111,7 @@ class _PlanReplay:
             self._record_use(self._buffer(t), i)
 
     def _check_concurrency(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
-        """Check a step against the steps before it since the last barrier, which may run at the same time."""
+        """Raise PlanError if a step shares bytes with one since the last barrier, which may run at the same time."""
         stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
         write_extents = [self._extent(t) for t in stored_results]
         write_extents += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
@@ -128,7 +128,7 @@ class _PlanReplay:
             self.concurrent_steps = ConcurrentSteps()
 
     def _is_stored(self, step: KernelStep, t: Tensor, read_bases: set[Tensor]) -> bool:
-        """Whether a result needs bytes of the arena: no leaf's handle, and no optional result that nothing reads."""
+        """Whether a step's result needs bytes of an arena: not if it is a leaf, or optional and read by nothing."""
         is_needed = t.index not in step.op.optional or t in read_bases
         return not t.base.kind and (is_needed or self.placed.names[t] in self.buffer_of)
 
@@ -171,7 +171,7 @@ class _PlanReplay:
         self.used[b] = min(first_use, i), max(end_use, released)
 
     def _check_certificate(self) -> None:
-        """Check the plan's lifetimes, arena sizes and lower bounds against this replay."""
+        """Raise PlanError if the plan's lifetimes or lower bounds differ from those counted in this replay."""
         for b in self.plan.buffers:
             if self.used.get(b) != (b.start, b.end):
                 planned = f"planned for steps [{b.start}, {b.end})"
@@ -200,7 +200,7 @@ class _PlanReplay:
         return self._clip(buffer)
 
     def _clip(self, b: Buffer) -> Extent:
-        """Return the extent of a buffer in units of the alignment; raise PlanError if it lies outside its arena."""
+        """Return a buffer's range in an arena, in units of the alignment; raise PlanError if it lies outside."""
         unit = self.units[b.space]
         unit_start, unit_end = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
         if b.place not in self.byte_owners:
@@ -215,7 +215,7 @@ class _PlanReplay:
 
 
 class ConcurrentSteps:
-    """The steps since a barrier: bytes that each reads and writes, and the steps whose results it needs."""
+    """The steps since a barrier, which may run in parallel: bytes each reads and writes, and which results it needs."""
 
     def __init__(self) -> None:
         self.step_extents: dict[int, tuple[Extents, Extents]] = {}
@@ -223,7 +223,7 @@ class ConcurrentSteps:
         self.producers: dict[Tensor, int] = {}
 
     def add(self, i: int, step: KernelStep, reads: Extents, writes: Extents) -> int | None:
-        """Add a step; return an earlier step whose bytes conflict with its own, or None."""
+        """Add step i; return an earlier step with which it conflicts, as one writes what the other uses, or None."""
         direct = {self.producers[t.handle] for t in step.reads if t.handle in self.producers}
         self.needs[i] = direct.union(*(self.needs[k] for k in direct))
         for k, (earlier_reads, written) in self.step_extents.items():
@@ -237,7 +237,7 @@ class ConcurrentSteps:
 
 
 def _group_ends(placed: Placed) -> list[int]:
-    """Return for each step the number of steps up to the next barrier."""
+    """Return, by step, how many steps precede the next barrier: those since the last one may run in parallel."""
     num_steps = len(placed.steps)
     stops = set(range(num_steps + 1) if placed.barriers is None else placed.barriers) | {num_steps}
     end_steps, group_end = [0] * num_steps, num_steps
@@ -248,7 +248,7 @@ def _group_ends(placed: Placed) -> list[int]:
 
 
 def _leaf_extent(t: Tensor) -> Extent:
-    """Return an extent for all of a leaf, as if it were an arena of its own."""
+    """Return a range that stands for all bytes of a leaf, as if it were an arena of its own."""
     return ("leaf", t.base.label), 0, 1
 
 
@@ -265,7 +265,7 @@ def _overlap(a: Extent, b: Extent) -> bool:
 
 
 def _may_overwrite(step: KernelStep, k: int, x: Tensor, t: Tensor) -> bool:
-    """Whether the op lets t overwrite its input k, where x is that whole input, read once."""
+    """Whether the op lets result t overwrite its input k, which is x, dense, whole and read only once."""
     is_same_layout = x.spec == t.spec and x.dense and x.offset == 0
     is_read_once = sum(r.base is x.base for r in step.reads) == 1
     return k in step.op.inplace.get(t.index, ()) and is_same_layout and is_read_once

@@ -24,7 +24,7 @@ def rows(x):
 
 
 def as_matrix(x, num_row_axes):
-    """Return x with its first `num_row_axes` axes as rows and the others as columns; sizes may be zero."""
+    """Return x as a matrix: its first `num_row_axes` axes become rows, the others columns; sizes may be zero."""
     return x.reshape(math.prod(x.shape[:num_row_axes]), math.prod(x.shape[num_row_axes:]))
 
 
@@ -46,7 +46,7 @@ def floats(w):
 
 
 def f32_rows(x: Tensor, name: str = "x") -> Spec:
-    """Return the spec of a tensor; require that it is f32 and has an axis."""
+    """Return the spec of x after checking, for a shape rule, that it is f32 with at least one axis."""
     is_valid = x.dtype == f32 and len(x.shape) > 0
     require(is_valid, f"{name} is {x.spec}; it must be f32 with at least one axis")
     return x.spec
@@ -63,7 +63,7 @@ def times(a, b, precision):
 
 
 def factor_pairs(a, b, precision, rounded):
-    """Return pairs of factors whose products add up to a @ b in a precision; `rounded` rounds to bf16."""
+    """Return pairs of factors whose products add up to a @ b in a precision; `rounded` rounds an array to bf16."""
     if precision == "f32":
         return ((a, b),)
     high, rounded_b = rounded(a), rounded(b)
@@ -84,7 +84,7 @@ def round_to_bf16(x):
 
 
 def num_bf16_terms(precision):
-    """Return the number of bf16 terms of a factor in kernels, 0 in f32; raise InputError if the CPU lacks them."""
+    """Return how many bf16 numbers stand for an f32 factor in kernels, 0 in f32; InputError if the CPU lacks them."""
     if precision == "bf16" and not kernels.panels.HALF:
         raise InputError("precision bf16: this CPU has no AVX512_BF16; use precision f32")
     if precision == "bf16x3" and not kernels.panels.AMX:
@@ -94,7 +94,7 @@ def num_bf16_terms(precision):
 
 
 def packed(w):
-    """Return ggml's type number of w (N, K), and its bytes by rows."""
+    """Return ggml's type number of a weight w (N, K), and its bytes, u8 (N, bytes of a row)."""
     return dtype_of(w).number, w.view(np.uint8).reshape(len(w), -1)
 
 
@@ -124,10 +124,10 @@ def compiled(path, *layouts):
 
 
 def run_replayable(function, *args, check=None):
-    """Call the function and return the bound call: a kernel that returns it is replaced by it in later runs.
+    """Call the function and return the bound call, which the executor makes in later runs instead of the kernel.
 
-    Arrays stay in place, so shapes and views are equal in every run. To find them again took 0.8 of 4.6 ms per token
-    of `110m` in 4 bits: weights drive Python out of the cache.
+    Arrays stay in place, so shapes and views are equal in every run. To find them again took 0.8 of 4.6 ms per token of
+    `110m` in 4 bits: weights drive Python out of the cache.
 
     check  called with the function's result, which is negative where all is well
     """
@@ -144,13 +144,14 @@ def _run_checked(check, call):
 
 
 def integers_of(x: Tensor, num_planes: int) -> Spec:
-    """Return the workspace of x (..., K) as integers of `kernels.dot_tile`: per 128, their planes and 3 * 16 values."""
+    """Return the workspace for x (..., K) rounded to integers, see kernels.dot_tile: per 128, planes and 3 * 16
+    values."""
     k = x.shape[-1]
     return Spec((x.spec.size // max(k, 1) * -(-k // 128) * (32 * num_planes + 48),))
 
 
 def copy_acc(y, acc):
-    """Copy acc to y, unless it is None or shares their bytes; return True if nothing was copied."""
+    """Copy acc to y, unless it is None or has y's bytes; return whether nothing was copied."""
     if acc is None:
         return True
     # not __array_interface__: each access leaves a tombstone in the interpreter's table of interned strings, which is
@@ -177,14 +178,14 @@ def copy_acc_or_zero(y, acc):
 
 
 def noise_stream(name: str) -> int:
-    """Return the number of the random stream of a tensor, for LoRA dropout or stochastic rounding."""
+    """Return the number of a tensor's own random stream, for LoRA dropout or stochastic rounding."""
     return zlib.crc32(name.encode())
 
 
 def gradient_samples(
     forward: Op[..., Any], backward: Op[..., Any]
 ) -> Callable[[], Iterator[Tensor]]:
-    """Return samples of `backward`: its calls in the gradients of the samples of `forward`."""
+    """Return a function that yields samples of `backward`, its calls in the gradients of samples of `forward`."""
 
     def samples() -> Iterator[Tensor]:
         assert forward.sample_rule is not None and forward.vjp_rule is not None
@@ -225,7 +226,7 @@ def check_targets(name, targets, num_classes):
 
 
 def invalid_id(name, ids, at, num_rows, min_id=None, valid_range=None):
-    """Return the IndexError for the id at a position; `valid_range`: for targets, what they must be inside."""
+    """Return the IndexError for the id at position `at`; `valid_range` says, for targets, where they must be."""
     id_range = f"the {num_rows} rows" if min_id is None else f"{min_id} to {num_rows - 1}"
     noun, valid_ids = ("index", id_range) if valid_range is None else ("target", valid_range)
     return IndexError(

@@ -19,7 +19,7 @@ MIN_KV_HEADS = 8  # kv heads of all batches, below which the gradient has a task
 
 
 def _check_heads(q, k, v):
-    """Validate q, k and v; return the numbers of batches, queries, query heads and keys."""
+    """Check q, k and v for a shape rule; return the numbers of batches, queries, query heads and keys."""
     has_axes = len(q.shape) == 4 and len(k.shape) == 4
     require(has_axes, f"q is {q.spec} and k is {k.spec}; both need four axes")
     (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
@@ -88,7 +88,7 @@ def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def reach(q_pos, window):
-    """Return how many positions each query can see in its window, its own included."""
+    """Return how many positions back each query may see in its window, its own included; see attention."""
     if window < 0:
         return q_pos % -window + 1
     return np.full_like(q_pos, window or np.iinfo(np.int64).max, dtype=np.int64)
@@ -110,10 +110,8 @@ def _hidden_mask(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
 
 
 def _probabilities(q, k, positions, sinks, scale, window, softcap):
-    """Return P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of the softcap.
-
-    P is 0 for a query without keys, and the log-denominator if there is no sink.
-    """
+    """Return P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of the softcap. P is 0 for a
+    query without keys, and so is the log-denominator if there is no sink."""
     k_by_head = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z, slope = scale * q.swapaxes(1, 2) @ k_by_head.swapaxes(2, 3), 1
     if softcap:
@@ -233,7 +231,7 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *mask_inputs, scale, **attrs)
 
 @attention_back.workspace("cpu")
 def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
-    """Return dk and dv for each query head if there are few kv heads, so that there are tasks enough."""
+    """Return room for dk and dv by query head, to be summed, if kv heads are too few for one task each; else ()."""
     (b, s, heads, d), q_heads = k.shape, q.shape[2]
     use_query_heads = b * heads < MIN_KV_HEADS and q_heads > heads
     return (Spec((b, s, q_heads, d)),) * 2 if use_query_heads else ()

@@ -173,7 +173,7 @@ draw.kernel("cpu")(compiled("choosing.draw", flatten, rows, rows, rows, rows))
 
 
 def high_word(a, b):
-    """Return the upper half of a 128-bit product; words are signed, and mean unsigned ones."""
+    """Return the upper 64 bits of the 128-bit product of unsigned words a and b, which are i64 tensors."""
     a0, a1, b0, b1 = a & LOW_WORD, (a >> 32) & LOW_WORD, b & LOW_WORD, (b >> 32) & LOW_WORD
     middle_word = a1 * b0 + ((a0 * b0 >> 32) & LOW_WORD)
     cross_product = a0 * b1 + (middle_word & LOW_WORD)

@@ -90,7 +90,7 @@ def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
-    """Return the slope of each head, as ggml_soft_max_ext computes it from max_bias = `largest`."""
+    """Return ALiBi's slope of each head, as ggml_soft_max_ext computes it from max_bias = `largest`."""
     demand("alibi_slopes", heads > 0, f"heads is {heads}; it must be at least 1")
     nearest_power = 2 ** math.floor(math.log2(heads))
     base_slope, extra_slope = 2 ** (-largest / nearest_power), 2 ** (-largest / 2 / nearest_power)

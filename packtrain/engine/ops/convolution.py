@@ -30,7 +30,7 @@ def _conv_cost(y: Tensor, w: Tensor) -> costs.Cost:
 
 
 def _sample_cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Yield images, filters and attributes: edges, steps, and more channels or filters than a panel has."""
+    """Yield images, filters and attributes for checks: edges, steps, and more channels or filters than a panel has."""
     strided_attrs = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
     for image, filters, attrs in (
         ((2, 3, 5, 6), (4, 3, 3, 2), {}), ((2, 2, 9, 11), (3, 2, 3, 4), strided_attrs),

@@ -78,13 +78,13 @@ def traffic_nbytes(call: Any, cost: Cost) -> float:
 
 
 def multiplied(m: int, n: int, k: float) -> float:
-    """Return the multiply-adds of an (m, n) product over k, with padding to tiles."""
+    """Return the multiply-adds of an (m, n) matrix product over k, with padding to tiles."""
     num_columns = -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
     return m * num_columns * (k + TILE_WRITE_STEPS * math.ceil(k / TILE_DEPTH))
 
 
 def f32_product_cost(m: int, n: int, k: int, transposed: bool = False) -> Cost:
-    """Cost of (m, k) @ (k, n) in f32; `transposed`: the left side is, as in the gradient of a weight."""
+    """Return the cost of (m, k) @ (k, n) in f32; `transposed`: the left side is, as in the gradient of a weight."""
     # b is packed once, a for each block of columns
     num_columns = -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
     num_packed = float(k * (num_columns + m * math.ceil(n / BROAD)))
@@ -94,19 +94,19 @@ def f32_product_cost(m: int, n: int, k: int, transposed: bool = False) -> Cost:
 
 
 def at(precision: str, cost: Cost) -> Cost:
-    """Return the cost of products in this precision, whose multiply-adds are a kind of their own."""
+    """Return the cost of products in this precision, whose multiply-adds have a measured rate of their own."""
     work = {**cost.work}
     work[multiply_kind(precision)] = work.pop("multiply")
     return replace(cost, work=work)
 
 
 def multiply_kind(precision: str) -> str:
-    """Return the kind of work of multiply-adds in this precision."""
+    """Return the kind of work, which has its own rate, of multiply-adds in this precision."""
     return "multiply" if precision == "f32" else f"multiply {precision}"
 
 
 def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
-    """Cost of multiplying m rows by w, of any type, in `num_products` products where w has leading axes."""
+    """Return the cost of multiplying m rows by w, of any type, in `num_products` products where w has leading axes."""
     shape, dtype = w.spec.shape, w.spec.dtype
     n, k = shape[-2:]
     if dtype == f32 and len(shape) == 2:
@@ -116,33 +116,33 @@ def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
         work = {kind: num_products * amount for kind, amount in product_cost.work.items()}
         return replace(product_cost, work=work)
     num_tasks = 1 if n * k * (m + UNPACK_ROWS) < MIN_PARALLEL_UNPACK_WORK else math.inf
-    work = {"multiply": multiplied(m, n, k), laying(w.dtype): float(n * k)}
+    work = {"multiply": multiplied(m, n, k), pack_kind(w.dtype): float(n * k)}
     work["pack"] = float(m * k * -(-n // BROAD))
     return Cost(work, num_tasks=num_tasks)
 
 
 def weight_product_back_cost(m: int, w: Tensor) -> Cost:
-    """Cost of multiplying m rows of a gradient by a quantized w."""
+    """Return the cost of multiplying m rows of a gradient by a quantized w."""
     n, k = w.shape
-    work = {"multiply": multiplied(m, k, n), laying(w.dtype): float(n * k)}
+    work = {"multiply": multiplied(m, k, n), pack_kind(w.dtype): float(n * k)}
     work["pack"] = float(m * n * -(-k // UNPACKED_COLUMNS))
     return Cost(work)
 
 
-def laying(dtype: Dtype) -> str:
-    """Return the kind of work for packing a matrix of this type into tiles."""
+def pack_kind(dtype: Dtype) -> str:
+    """Return the kind of work, which has its own rate, of unpacking or packing a matrix of this type into tiles."""
     return "pack" if dtype == f32 else f"unpack {dtype}"
 
 
 def head_cost(
     x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int, precision: str
 ) -> Cost:
-    """Cost of the loss of logits x @ w.T by chunks of rows, with gradients for dx and dw unless they are None."""
+    """Return the cost of the loss of logits x @ w.T by chunks of rows, with gradients dx and dw unless None."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
     is_tiled, has_gradients = in_tiles(precision, c), dx is not None or dw is not None
     chunk = head_chunk_rows(v, c, n, chunk, is_tiled)
     num_chunks, logits, num_passes = -(-n // chunk), float(n * v), 1 + (is_tiled and has_gradients)
-    layout_kind, logits_nbytes = laying(w.dtype), 0.0 if is_tiled else 4.0 * logits
+    layout_kind, logits_nbytes = pack_kind(w.dtype), 0.0 if is_tiled else 4.0 * logits
     work = {"multiply": num_passes * multiplied(n, v, c), "exp": logits}
     work["pack"] = float(n * c * (2 if is_tiled else -(-v // LOGIT_COLUMNS)))
     work[layout_kind] = work.get(layout_kind, 0.0) + num_passes * num_chunks * v * c
@@ -162,7 +162,7 @@ def head_cost(
 
 
 def in_tiles(precision: str, num_columns: int) -> bool:
-    """Whether the head computes its logits twice instead of saving them."""
+    """Whether the loss head runs on AMX tiles, in which logits are computed twice instead of being saved."""
     return precision == "bf16" and num_columns <= MAX_TILED_COLUMNS and supports_precision("bf16x3")
 
 
@@ -174,7 +174,7 @@ def head_chunk_rows(v: int, c: int, n: int, chunk: int, is_tiled: bool) -> int:
 
 
 def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the head's workspaces for n rows."""
+    """Return the shapes of the loss head's workspaces for n rows, vocabulary v and width c."""
     is_tiled = in_tiles(precision, c)
     chunk_rows = head_chunk_rows(v, c, n, chunk, is_tiled)
     if not is_tiled:
@@ -184,7 +184,7 @@ def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple
 
 
 def parts(v: int) -> int:
-    """Return the number of parts of a vocabulary in the head's backward pass."""
+    """Return the number of parts of a vocabulary in the head's backward pass, each a task."""
     return max(min(MAX_VOCAB_PARTS, v // MIN_VOCAB_PART_ROWS), 1)
 
 
@@ -208,7 +208,7 @@ def queries_per_block(d: int) -> int:
 
 
 def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
-    """Return a cost rule: `calls_per_value` functions such as exp per element of the first input."""
+    """Return a cost rule for `Op.cost`: `calls_per_value` functions such as exp for each element of the first input."""
 
     def cost_rule(out: object, x: Tensor, *other_inputs: object, **attrs: object) -> Cost:
         size = math.prod(x.spec.shape)
@@ -219,7 +219,7 @@ def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
 
 
 def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:
-    """Cost of n rows of `a` values times their experts' (a, b) matrices, each packed once if all experts have rows."""
+    """Return the cost of n rows of `a` values times their experts' (a, b) matrices, if rows reach all experts."""
     num_experts = min(w.shape[0], n)
-    work = {"multiply": multiplied(n, b, a), laying(w.dtype): float(num_experts * a * b)}
+    work = {"multiply": multiplied(n, b, a), pack_kind(w.dtype): float(num_experts * a * b)}
     return Cost(work, num_tasks=w.shape[0] * -(-b // EXPERT_TASK_COLUMNS))

@@ -13,7 +13,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def _parts(x, heads, groups, width, tiled, eps):
-    """Return each head's queries and keys of length 1 (..., H, N), from its group, and values (..., H, P)."""
+    """Return queries and keys of length 1, from each head's group, and values, (..., H, width) each; see delta_rule."""
     leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
     q_and_k = x[..., : 2 * groups * width].reshape(*leading_shape, 2, groups, width)
     q_and_k = q_and_k / xp.sqrt((q_and_k * q_and_k).sum(-1)[..., None] + eps)
@@ -25,7 +25,7 @@ def _parts(x, heads, groups, width, tiled, eps):
 
 
 def _steps(k, v, decay, beta, seq, initial_state):
-    """Yield the residual (B, H, P) and the state (B, H, P, N) of each token in turn, from `initial_state` on."""
+    """Yield, token by token, what the memory lacked (B, H, P) and the state after it (B, H, P, N); see delta_rule."""
     s, xp = initial_state, np if isinstance(v, np.ndarray) else torch
     for t in range(v.shape[1]):
         if t and seq is not None:

@@ -73,7 +73,7 @@ def add_torch(y, a, b):
 
 
 def _unpack_to_f32(x, workspaces):
-    """Return x, or its values unpacked into the next workspace if x is not f32."""
+    """Return x, or if x is not f32, its values unpacked into the next of the workspaces."""
     if x.dtype == np.float32:
         return x
     workspace = next(workspaces)
@@ -188,7 +188,7 @@ def unary(
     name: str, docstring: str, specification: Callable[[np.ndarray], np.ndarray], torch_kernel: Callable[..., None],
     positive_only: bool = False,
 ) -> Op[[Tensor], Tensor]:  # fmt: skip
-    """Declare an op of one value that it may overwrite; `positive_only`: its samples are above 0."""
+    """Declare and return an element-wise op that may overwrite its input; `positive_only`: its samples are above 0."""
 
     def shape_rule(x: Tensor) -> Spec:
         return f32_only(x)

@@ -331,7 +331,7 @@ def _permuted_ids(n: int, k: int) -> Tensor:
 
 
 def _packed_stacks():
-    """Yield a stack of three matrices for each kind of storage: f16, and blocks of two sizes."""
+    """Yield sample weights of three experts, one of each kind of storage: f16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((3, 20, 33)).astype(np.float16), f16)
     for name, blocks_shape in (("q4_K", (3, 40, 2)), ("q8_0", (3, 150, 2))):

@@ -19,7 +19,7 @@ Q8_0 = BLOCK_TYPES["q8_0"]
 
 
 def _raise_if_invalid(name, ids, num_rows, position):
-    """Raise IndexError for the id at the position that a kernel returned, if it is not negative."""
+    """Raise IndexError for the id at `position`, which a kernel returned; it is negative if all ids are valid."""
     if position >= 0:
         raise arrays.invalid_id(name, ids, position, num_rows)
 

@@ -17,7 +17,7 @@ def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> 
 
 
 def _row_losses(logits, targets):
-    """Return for each row log-sum-exp minus the target's logit, and the softmax."""
+    """Return each row's loss, log-sum-exp minus the target's logit (0 if the target is negative), and the softmax."""
     max_logit = logits.max(-1, keepdims=True)
     e = np.exp(logits - max_logit)
     sum_exp = e.sum(-1, keepdims=True)
@@ -40,7 +40,7 @@ def _logit_grads(p, targets, weights):
 
 
 def _softcapped_logits(logits, softcap):
-    """Return the logits with the softcap, if there is one, and the cap's slope."""
+    """Return softcap * tanh(logits / softcap) and its slope; the logits and 1 for a softcap of 0."""
     if not softcap:
         return logits, 1
     tanh_logits = np.tanh(logits / softcap)
@@ -197,13 +197,13 @@ def _check_gradients(dloss, dlosses, other_grads):
 
 
 def _weight_grads(outputs, b):
-    """Return dw and db among all results; None for a missing one."""
+    """Return dw and db among the results of linear_cross_entropy, None for one that is missing."""
     num_outputs = len(outputs) - (b is not None)
     return (outputs[4] if num_outputs > 4 else None), (None if b is None else outputs[-1])
 
 
 def _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs):
-    """Return gradients for all inputs, given the gradients of the losses by row."""
+    """Return gradients for all inputs of linear_cross_entropy, given the gradients of the losses by row."""
     is_frozen = w.dtype not in TRAINABLE and b is None
     if is_frozen and weights.kind == "constant" and np.all(weights.value == 1):
         return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None, None

@@ -19,7 +19,7 @@ PLANES = 3  # of 8 bits, which make up an integer
 
 
 def is_matrix(index: int, t: Tensor) -> bool:
-    """Whether w is a matrix, or a stack, also a transposed one: one axis contiguous, the other strided."""
+    """Whether a kernel can read w (input 1) without a copy: f32 matrices, also transposed, one axis contiguous."""
     if index != 1 or t.dtype != f32:
         return False
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
@@ -157,7 +157,7 @@ def matmul_samples():
 
 
 def _packed_weights():
-    """Yield a matrix of each kind of storage: f16, bf16, and blocks of two sizes."""
+    """Yield sample weights, one of each kind of storage: f16, bf16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
     high_halves = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]

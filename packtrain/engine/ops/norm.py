@@ -39,7 +39,7 @@ def rms_norm_vjp(dy, y, x, w, *, eps):
 
 
 def _row_mean(x):
-    """Return the mean over the last axis; 0 if the axis is empty."""
+    """Return the mean over the last axis, which is kept; 0 if the axis is empty."""
     return x.sum(-1, keepdims=True) / max(x.shape[-1], 1)
 
 

@@ -12,7 +12,7 @@ from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 def sum_like(d: Tensor, x: Tensor) -> Tensor:
-    """Sum the gradient d of a broadcast x to x's shape; return d itself if nothing was broadcast."""
+    """Return the gradient of x, given the gradient d of x broadcast: sum d to x's shape."""
     return d if d.spec.shape == x.spec.shape else sum_to(d, shape=x.shape)
 
 

@@ -16,7 +16,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 def _frequencies(factors, dims, base, divisor, blend):
-    """Return the frequency (angle per position) of each pair, in f64."""
+    """Return the angle per position of each pair of elements, f64 (dims / 2,); see rope_table."""
     frequencies = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
     if factors is not None:
         frequencies /= factors
@@ -105,7 +105,8 @@ def rope_table_samples():
 
 
 def grown(pos: Tensor, *, rate: float, length: int, offset: int = 0) -> Tensor:
-    """Return 1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: the table of a pair that is not rotated."""
+    """Return 1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: a factor of queries that grows with
+    position."""
     growth = rate, length, offset
     table = rope_table(pos, dims=2, base=1.0, divisor=math.inf, growth=growth)
     pairs = reshape(table, shape=(*pos.shape, 2))

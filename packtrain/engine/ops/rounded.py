@@ -24,7 +24,7 @@ def rounded(x: Tensor) -> Spec:
 
 
 def has_fast_integer_products() -> bool:
-    """Whether products of many rows are faster in integers on this CPU than in f32."""
+    """Whether products of many rows with quantized weights are faster in integers on this CPU than in f32."""
     return kernels.runtime.environment.has_cpu_feature("avx2")
 
 
@@ -115,7 +115,7 @@ def matmul_rounded_samples():
 
 
 def _packed_weights():
-    """Yield a matrix of each type with random bits and small scales; the last needs several threads."""
+    """Yield sample weights of each type, with random bits and small scales; the last needs several threads."""
     random = np.random.default_rng(1)
     for dtype in ROUNDABLE:
         num_rows, blocks = (300, 3) if dtype == ROUNDABLE[-1] else (5, max(3, 96 // dtype.block))

@@ -188,7 +188,7 @@ def group_rows_samples():
 
 
 def _sample_choices(n: int, e: int, k: int) -> Tensor:
-    """Return k distinct choices of e for each of n rows."""
+    """Return sample ids: for each of n rows k distinct numbers below e."""
     ids = (np.arange(n)[:, None] * 5 + np.arange(k) * 3) % e
     return constant("ids", ids, i32)
 
@@ -245,7 +245,7 @@ def experts(
 
 
 def _scale_probabilities(p: Tensor, expert_ids: Tensor, by: float, scales: Tensor | None) -> Tensor:
-    """Return p (..., k) times `by` and the scales (E,) of the chosen experts."""
+    """Return p (..., k) times `by` and times the chosen experts' own scales (of E), if there are some."""
     p = p if by == 1 else scale(p, by=by)
     if scales is None:
         return p
@@ -257,7 +257,7 @@ def _gate_and_up(
     x: Tensor, expert: Tensor, w: Mapping[str, Tensor | None], biases: Mapping[str, Tensor],
     low: Mapping[str, Low],
 ) -> list[Tensor]:  # fmt: skip
-    """Return the products with gate and up, from one matrix or from two."""
+    """Return the products of rows with their expert's gate and up matrices, which may be one matrix, (N, F) each."""
     products = [
         product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None
     ]
@@ -268,7 +268,7 @@ def _gate_and_up(
 
 
 def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
-    """Return p (..., k) in the order of the sorted rows: (N, 1)."""
+    """Return the chosen experts' probabilities p (..., k) in the order of the rows sorted by expert, (N, 1)."""
     num_rows = p.spec.size
     columns = reshape(p, shape=(num_rows, 1)), reshape(row_positions, shape=(num_rows,))
     return get_rows_back(*columns, shape=(num_rows, 1))
@@ -277,7 +277,7 @@ def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
 def _route_tokens(
     logits: Tensor, offsets: Tensor | None, num_used: int, use_norm: bool, use_sigmoid: bool, groups: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the chosen experts of each token, and the factors of their results."""
+    """Return the chosen experts of each token, i32 (..., k), and the factors p of their results, f32 (..., k)."""
     if not use_sigmoid and use_norm and offsets is None and groups[0] == 1:
         # equal to what follows, without the sum over all experts
         expert_ids = top_k(logits, k=num_used)
@@ -294,7 +294,7 @@ def _route_tokens(
 
 
 def _mask_groups(p: Tensor, num_groups: int, num_used: int) -> Tensor:
-    """Subtract HIDDEN_OFFSET from p (..., E) of experts outside the `num_used` best groups."""
+    """Lower the scores p (..., E) of experts outside the `num_used` best groups by 1e30, so that none is chosen."""
     by_group = reshape(p, shape=(*p.shape[:-1], num_groups, p.shape[-1] // num_groups))
     sums = reshape(sum_rows(take(by_group, top_k(by_group, k=BEST))), shape=by_group.shape[:-1])
     best = top_k(sums, k=num_used)
@@ -310,7 +310,7 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
-    """Return w x, or the product with each row's expert, plus the bias and the LoRA adapter of w."""
+    """Return x times matrix w, or times each row's expert of w, plus the bias and the LoRA adapter of w."""
     multiply: Callable[..., Tensor] = matmul_id if expert else matmul
     y = multiply(x, w, *expert)
     if bias is not None:

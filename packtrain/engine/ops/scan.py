@@ -13,20 +13,20 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def head_sizes(x, by_head, groups, width):
-    """Return the number of heads, those of `by_head` (..., H), and of values of a head."""
+    """Return the number of heads, by the last axis of `by_head` (..., H), and of values of a head (P)."""
     heads = by_head.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
 
 def check_scan(x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, groups: int, width: int) -> int:
-    """Validate the inputs; return H P, the width of y."""
+    """Check the inputs of ssm_scan for a shape rule; return H P, the width of y."""
     y_width = check_heads(x, groups, width, delta=delta)
     Spec(delta.shape[-1:]).require(a=a, skip=skip)
     return y_width
 
 
 def check_heads(x: Tensor, groups: int, width: int, **by_head: Tensor) -> int:
-    """Validate x (..., H P + 2 G N) and the inputs with a number for each head; return H P, the width of y."""
+    """Check x (..., H P + 2 G N) and the inputs with a number for each head; return H P, the width of y."""
     heads, p = head_sizes(x, next(iter(by_head.values())), groups, width)
     Spec(x.shape).require(x=x)
     Spec((*x.shape[:-1], heads)).require(**by_head)
@@ -61,7 +61,7 @@ def state_workspace(x, by_head, *other_inputs, groups, width, **attrs):
 
 
 def write_gradients_by_autograd(out, dy, forward, inputs):
-    """Write the gradients of forward(*inputs) for the inputs, as PyTorch's autograd computes them."""
+    """Write the gradients of y = forward(*inputs) to `out`, given dy, by PyTorch's autograd."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
         y = forward(*leaves)
@@ -71,7 +71,7 @@ def write_gradients_by_autograd(out, dy, forward, inputs):
 
 
 def split_scan_inputs(x, delta, groups, width):
-    """Return values (..., H, P), and B and C (..., H, N) of each head's group."""
+    """Split x (..., H P + 2 G N) into values (..., H, P), and B and C of each head's group, (..., H, N) each."""
     heads, p = head_sizes(x, delta, groups, width)
     leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
     head_values = x[..., : heads * p].reshape(*leading_shape, heads, p)
@@ -82,7 +82,7 @@ def split_scan_inputs(x, delta, groups, width):
 
 
 def _steps(head_values, b, c, delta, a, seq, initial_state):
-    """Yield the state (B, H, P, N) of each token in turn, from `initial_state` on, and its output (B, H, P)."""
+    """Yield, token by token from `initial_state` on, the state (B, H, P, N) and what it gives for y (B, H, P)."""
     s, xp = initial_state, np if isinstance(delta, np.ndarray) else torch
     for t in range(delta.shape[1]):
         if t and seq is not None:
@@ -247,14 +247,14 @@ def check_states(leaf: Tensor) -> None:
 
 
 def load_states(leaf, source, target):
-    """Copy the states of source cells to their target cells, zeros for a negative source."""
+    """Copy states between cells of the leaf before a run: leaf[target] = leaf[source], zeros for a negative source."""
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         if t >= 0:
             leaf[t] = leaf[s] if s >= 0 else 0
 
 
 def sample_lines(t):
-    """Return line, source and target of tokens: two sequences in turn, one of them new, and padding; six states."""
+    """Return sample line, source and target for t tokens of two sequences, one of them new, and padding; six states."""
     line = constant("line", [(0, 1, 1)[i % 3] if i < t - 1 or t < 3 else 2 for i in range(t)], i32)
     return line, constant("source", [4, -1, -1], i32), constant("target", [0, 3, -1], i32)
 

@@ -11,7 +11,7 @@ from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return strides that show x's elements in the new shape without a copy, or None."""
+    """Return strides with which x can be viewed in another shape; None if that needs a copy."""
     if x.dense:
         return Spec(shape, x.dtype).strides
     runs: list[tuple[int, int]] = []  # axes, merged where they are contiguous

@@ -21,7 +21,7 @@ def _check_filters(x: Tensor, w: Tensor) -> None:
 
 
 def _shift_tokens(x, seq, shift):
-    """Return x (B, T, C) moved by `shift` tokens, zero beyond a row and where another sequence begins."""
+    """Return x (B, T, C) moved by `shift` tokens, zero beyond a row and where another sequence (`seq`) begins."""
     shifted, left = np.zeros_like(x), max(x.shape[1] - shift, 0)
     shifted[:, shift:] = x[:, :left]
     if seq is not None:

@@ -29,7 +29,8 @@ TURN, NUM_OFFSETS = 2654435761, 1 << 12  # ROW_HASH and NOISE_PERIOD of kernels.
 
 @cache
 def moved(dither: float) -> np.ndarray:
-    """Return by which parts of a step codes are moved: NUM_OFFSETS f32 within ±dither, and the first 256 again."""
+    """Return by how much codes are moved before rounding (dithering): NUM_OFFSETS f32 within ±dither, and the first 256
+    again."""
     z = np.arange(1, NUM_OFFSETS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -90,7 +91,7 @@ def _recode_numpy(w, values, offsets):
 
 
 def _nearest_codes(dtype, values, offsets, all_of, select, rint, clip):
-    """Return the codes of NumPy or PyTorch values; all_of(code) gives the values of blocks filled with one code."""
+    """Return the codes nearest to `values`; all_of(code) returns what blocks filled with one code stand for."""
     if dtype in CODE_VALUES:
         step, codes = all_of(UNIT_CODE), 0
         v, code_values = values / select(step == 0, 1.0, step), CODE_VALUES[dtype].tolist()
@@ -112,7 +113,7 @@ def stored_sum_cpu(y, w, a, b, *, by, first, dither):
 
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
-    """Return round(w + by * b @ a) as blocks for rows of w and b from row `first` on, as a step stores them."""
+    """Return w + by * b @ a rounded into the blocks of w as training rounds it; w and b are rows from `first` on."""
     y = np.empty_like(w)
     stored_sum_cpu(y, w, a, b, by=by, first=first, dither=DITHER)
     return y
@@ -158,7 +159,7 @@ def _recode_torch(dtype, raw, values, offsets):
 @stored_sum.cost
 def stored_sum_cost(y, w, a, b, *, by, first, dither):
     n, k = w.shape
-    work = {"multiply": costs.multiplied(n, k, a.shape[0]), costs.laying(w.dtype): 4.0 * n * k}
+    work = {"multiply": costs.multiplied(n, k, a.shape[0]), costs.pack_kind(w.dtype): 4.0 * n * k}
     return costs.Cost(work)
 
 
@@ -172,7 +173,7 @@ def stored_sum_samples():
 
 
 def _sample_blocks(dtype, num_rows, count):
-    """Return a weight with random bits and small scales."""
+    """Return a sample weight of a type, with random bits and small scales."""
     random = np.random.default_rng(dtype.number)
     bits = random.integers(0, 256, (num_rows, count, dtype.block_nbytes), np.uint8)
     scale_bytes = np.setdiff1d(np.arange(dtype.block_nbytes), CODE_BIT_NUMBERS[dtype] // 8)
@@ -218,7 +219,7 @@ def matmul_stored_vjp(dy, y, x, w, a, b, acc, *, by, precision):
 
 
 def _without_factors(matmul_rule):
-    """Return a kernel or cost of matmul as one of matmul_stored: the stored sum holds the factors."""
+    """Return a kernel or cost of matmul as one of matmul_stored, which ignores a and b: w holds their sum already."""
     return lambda y, x, w, a, b, acc, *, by, precision: matmul_rule(y, x, w, acc, precision)
 
 
@@ -239,5 +240,5 @@ def matmul_stored_samples():
 
 
 def rereads_stored_weight(call: Call | None) -> bool:
-    """Whether a call only converts a stored weight, so that the backward pass need not save its result."""
+    """Whether a call only converts or rounds a stored weight, so that the backward pass need not save its result."""
     return rereads_bf16_weight(call) or (call is not None and call.op is stored_sum)

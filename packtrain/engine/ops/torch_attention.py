@@ -10,7 +10,7 @@ MAX_PAIRS = 1 << 21  # most pairs of a query and a key at a time, over all heads
 
 
 def _group_by_kv_head(x, kv):
-    """Return x (B, T, H, D) as (B, K, G, T, D)."""
+    """Return x (B, T, H, D) as (B, K, G, T, D): by kv head, the G query heads that read it."""
     return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -20,20 +20,20 @@ def _expand_keys(x):
 
 
 def _uses_torch_attention(q, k, positions, window, softcap):
-    """Whether PyTorch's own attention can compute this call."""
+    """Whether PyTorch's own attention can compute this call: causal, no mask or window, equal heads, on the CPU."""
     is_unmasked = not (window or softcap) and all(ids is None for ids in positions)
     is_supported = (q.is_cpu or q.is_meta) and q.dtype == k.dtype == torch.float32
     return is_unmasked and is_supported and q.shape == k.shape and q.numel() > 0
 
 
 def _query_spans(q, keys):
-    """Yield (start, end) of spans of queries with at most MAX_PAIRS pairs."""
+    """Yield (start, end) of spans of queries, so that each has at most MAX_PAIRS pairs of query and key."""
     b, t, h, _ = q.shape
     return chunk_bounds(t, MAX_PAIRS // max(b * h * keys, 1), q)
 
 
 def _hidden_mask(query_span, keys, num_queries, positions, window, device):
-    """Return the mask (B or 1, queries, S) of the keys that the queries of a span do not see."""
+    """Return which keys a span's queries must not see, bool (B or 1, queries, S)."""
     q_pos, k_pos, q_seq, k_seq, length = positions
     query_start, query_end = query_span
     index = torch.arange(max(num_queries, keys), dtype=torch.int32, device=device)
@@ -83,7 +83,7 @@ def attention(out, q, k, v, *positions, scale, window, softcap):
 
 
 def _attend(y, lse, values, sinks, *score_args):
-    """Write y and lse of some queries; y is 0 for a query without keys, and lse if there is no sink."""
+    """Write y and lse of a span of queries; both are 0 for a query without keys, but lse with a sink."""
     z, _ = _scores(*score_args)
     max_score = z.amax(-1, keepdim=True)
     if sinks is not None:
@@ -121,7 +121,7 @@ def attention_back(out, dy, y, lse, q, k, v, *positions, scale, window, softcap)
 
 
 def _attend_back(dk, dv, values, dq, dy, y, lse, q, keys, hidden, scale, softcap):
-    """Write dq of some queries, and add their parts to dk and dv."""
+    """Write dq of a span of queries, and add their parts to dk and dv."""
     z, slope = _scores(q, keys, hidden, scale, softcap)
     p = z.sub_(lse).exp_()
     dv += torch.matmul(p.mT, dy).sum(2)

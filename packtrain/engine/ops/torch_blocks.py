@@ -20,7 +20,7 @@ MIN_INVERTIBLE = 2.9387359e-39  # the reciprocal of smaller values is infinite
 
 
 class BlockAddress(NamedTuple):
-    """An address: a place in the bytes (N, …) u8 of each block, or in the values (N, …) f32 of the result."""
+    """An address in the code that unpacks a block: a place in the bytes (N, …) of all blocks, or in their values."""
 
     data: object
     offset: int = 0
@@ -30,7 +30,7 @@ class BlockAddress(NamedTuple):
 
 
 def unpack(y, w):
-    """Write the values of blocks w to y, dense or not, bit for bit as kernels do."""
+    """Write the values of quantized blocks w to y, f32, dense or not, with the bits of the compiled kernels."""
     raw = w.raw.reshape(-1, w.dtype.block_nbytes)
     shape = len(raw), w.dtype.block
     is_dense = y.is_contiguous()
@@ -48,14 +48,14 @@ def unpack(y, w):
 
 @cache
 def torch_function(code):
-    """Return the function of a code with WORDS in place of the words for compiled kernels."""
+    """Return the unpacking function of `code` for tensors: with WORDS in place of words of compiled kernels."""
     function = code.function
     names = {name: torch_meaning(name, value) for name, value in function.__globals__.items()}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def torch_meaning(name, value):
-    """Return the meaning for PyTorch of a global name of a code's function."""
+    """Return what a global name of an unpacking function stands for in PyTorch."""
     if value is intrinsics:
         return SimpleNamespace(**WORDS)
     if isinstance(value, intrinsics.CompiledFunction):
@@ -68,7 +68,7 @@ def torch_meaning(name, value):
 
 
 class DeviceTable:
-    """A table of constants of a type, on each device where values are looked up."""
+    """A type's table of constants, as a tensor on each device where values are looked up."""
 
     def __init__(self, array):
         self.array, self.device_tensors = array, {}
@@ -129,7 +129,7 @@ def bytes_of(low, high):
 
 
 def put_where(v, bits, other_lanes):
-    """Return v with the lanes of `other_lanes` where the lane's bit is set."""
+    """Return sixteen lanes: of `other_lanes` where the lane's bit is set in `bits`, else of v."""
     return torch.where(bits >> torch.arange(16, device=v.device) & 1 != 0, other_lanes, v)
 
 
@@ -150,7 +150,7 @@ class LaneNumbers:
 
 
 class ScratchWords:
-    """Sixteen bytes of scratch for each block."""
+    """Sixteen bytes of scratch memory for each block, as words that may be tensors."""
 
     def __init__(self, num_words):
         self.words = [0] * num_words

@@ -52,7 +52,7 @@ class BlockArray(NamedTuple):
 
 
 def filled(name, *extra_args, **fixed_kwargs):
-    """Return a kernel that calls the function `name` of PyTorch with y as `out`."""
+    """Return a kernel that calls PyTorch's function `name` on the inputs with its result y as `out`."""
 
     def run_kernel(y, *args):
         getattr(torch, name)(*args, *extra_args, **fixed_kwargs, out=y)
@@ -61,7 +61,7 @@ def filled(name, *extra_args, **fixed_kwargs):
 
 
 def filled_by_aten(name, *extra_args, **fixed_kwargs):
-    """Return a kernel that calls the function `name` of torch.ops.aten with y as `out`."""
+    """Return a kernel that calls torch.ops.aten's function `name` on the inputs with its result y as `out`."""
 
     def run_kernel(y, *args):
         getattr(torch.ops.aten, name).out(*args, *extra_args, **fixed_kwargs, out=y)
@@ -70,7 +70,7 @@ def filled_by_aten(name, *extra_args, **fixed_kwargs):
 
 
 def real(w):
-    """Return w, of any readable type, as f32; f64 stays."""
+    """Return w, of any readable type, as an f32 tensor; an f64 one stays."""
     if isinstance(w, BlockArray):
         y = torch.empty(w.shape, dtype=torch.float32, device=w.raw.device)
         unpack(y, w)
@@ -79,7 +79,7 @@ def real(w):
 
 
 def unpack(y, w):
-    """Write the values of w, of any readable type, to y."""
+    """Write the values of w, of any readable type, to y (f32)."""
     if isinstance(w, BlockArray):
         blocks().unpack(y, w)
     else:
@@ -87,7 +87,7 @@ def unpack(y, w):
 
 
 def blocks():
-    """Return the module for block types, which is loaded when the first one comes up."""
+    """Return the module torch_blocks, which is imported when a block type first comes up."""
     return import_module("packtrain.engine.ops.torch_blocks")
 
 
@@ -106,14 +106,14 @@ def sum_chunks(x, term=lambda values: values):
 
 
 def chunk_bounds(n, chunk_size, x):
-    """Yield (start, end) of parts of n, each of `chunk_size`; only the first two on `meta`, as all are alike."""
+    """Yield (start, end) of parts of range(n), each of `chunk_size`; on `meta` only the first two, as all are alike."""
     chunk_size = max(chunk_size, 1)
     for chunk_start in range(0, min(n, 2 * chunk_size) if x.is_meta else n, chunk_size):
         yield chunk_start, min(chunk_start + chunk_size, n)
 
 
 def start_product(y, acc):
-    """Copy acc to y; return True without an acc: products then overwrite y."""
+    """Prepare y for a product: copy acc to y, if there is one. Return whether the product must overwrite y."""
     if acc is not None:
         copy_acc_or_zero(y, acc)
     return acc is None
@@ -147,7 +147,7 @@ def add_product_back(y, x, w, precision="f32", *, fresh, unpack_size=CHUNK):
 
 
 def product_pairs(a, b, precision):
-    """Return pairs of factors whose products add up to a @ b in a precision."""
+    """Return pairs of factors whose products add up to a @ b in a precision: f32, bf16, or bf16x3."""
     if precision == "bf16x3" and triton.runs_on(a) and a.dtype == b.dtype == torch.float32:
         (a_high, a_low), (b_high, b_low) = TRITON_SPLIT(a), TRITON_SPLIT(b)
         return (a_high, b_low), (a_low, b_high), (a_high, b_high)
@@ -155,7 +155,7 @@ def product_pairs(a, b, precision):
 
 
 def multiply(y, a, b, fresh, precision="f32"):
-    """Add a @ b to y, or overwrite y if `fresh`, with factors in this precision."""
+    """Add a @ b to y, or overwrite y if `fresh`, with factors in this precision: f32, bf16, or bf16x3."""
     for x, w in product_pairs(a, b, precision):
         dtype_option = {} if x.dtype == y.dtype else {"out_dtype": y.dtype}
         if fresh:
@@ -169,7 +169,7 @@ def multiply(y, a, b, fresh, precision="f32"):
 
 
 def shift_right(z, num_bits):
-    """Shift words to the right as unsigned ones."""
+    """Shift i64 words to the right by `num_bits`, filling with zeros, as unsigned words."""
     return (z >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
@@ -181,12 +181,12 @@ def mix(z):
 
 
 def key_of(key, stream):
-    """Return kernels.counter_rng.stream_key of a tensor (2,) i64, seed and step, and of a stream."""
+    """Return kernels.counter_rng's key for random numbers, from seed and step (`key`, i64 (2,)) and a stream."""
     return mix(mix(mix(key[0]) + key[1]) + stream)
 
 
 def uniform(mixed_key, start, end):
-    """Return the uniforms of `kernels.counter_rng` from an even `start` to `end`: the bits are equal."""
+    """Return random numbers `start` (even) to `end` of a key, f32 from 0 to 1, with the bits of kernels.counter_rng."""
     first_word, last_word = start // 2 + 1, (end + 1) // 2 + 1
     z = torch.arange(first_word, last_word, dtype=torch.int64, device=mixed_key.device) * GOLDEN
     z += mixed_key

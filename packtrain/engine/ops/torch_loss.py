@@ -7,7 +7,7 @@ from packtrain.engine.ops.torch_kernels import CHUNK, LARGE, add_product, to_sum
 
 
 def _target_columns(targets):
-    """Return the columns (N, 1) of the targets, 0 for ignored ones, and the mask of ignored targets."""
+    """Return the targets as columns (N, 1), 0 for ignored ones, and which are ignored, bool (N,)."""
     return targets.long().clamp(min=0)[:, None], targets < 0
 
 
@@ -32,24 +32,24 @@ def cross_entropy_back(dlogits, dloss, logits, targets, weights):
 
 
 def _exp_sums(z):
-    """Return sums (N, 1) of exp(z - max), written over z, and log(sum exp z): `logsumexp` makes a copy unseen."""
+    """Return sum(exp(z - max)) by row, (N, 1), and log(sum(exp(z))); exp(z - max) is written over z."""
     max_logit = z.amax(-1, keepdim=True)
     sum_exp = z.sub_(max_logit).exp_().sum(-1, keepdim=True)
     return sum_exp, sum_exp.log().add_(max_logit)
 
 
 def _logit_grads(p, target_columns, is_ignored, weights):
-    """Turn probabilities p into gradients of the logits, in place."""
+    """Turn probabilities p into gradients of the logits, in place: (p - onehot(target)) * weight."""
     weights = weights.masked_fill(is_ignored, 0)[:, None]
     p.mul_(weights).scatter_add_(1, target_columns, -weights)
 
 
 def linear_cross_entropy(
-    out, x, w, targets, weights, b, *, chunk, softcap, precision, rated=None, unpack_size=CHUNK
+    out, x, w, targets, weights, b, *, chunk, softcap, precision, kernel=None, unpack_size=CHUNK
 ):
     """Run linear_cross_entropy by chunks of rows; packed w is unpacked `unpack_size` values at a time.
 
-    rated  computes losses of logits and writes gradients over the logits; None: `_rated`
+    kernel  computes losses of logits and writes gradients over the logits; None: `_torch_losses`
     """
     check_targets("linear_cross_entropy", targets, w.shape[0])
     loss, losses, correct, dx, *weight_grads = out
@@ -62,22 +62,22 @@ def linear_cross_entropy(
     row_inputs = *flat_inputs[:2], None if dx is None else rows(dx), rows(x), *flat_inputs[2:]
     for row_start, row_end in torch_kernels.chunk_bounds(len(flat_inputs[0]), chunk, x):
         row_slices = (None if t is None else t[row_start:row_end] for t in row_inputs)
-        _head(rated or _rated, unpack_size, *row_slices, dw, db, w, b, softcap, precision)
+        _head(kernel or _torch_losses, unpack_size, *row_slices, dw, db, w, b, softcap, precision)
     _sum_losses(loss, losses, weights)
 
 
 def triton_linear_cross_entropy(out, *args, **attrs):
     """Run linear_cross_entropy with a loss kernel in Triton."""
-    rated = triton.lazy_kernel("head", "losses_and_gradients")
-    linear_cross_entropy(out, *args, **attrs, rated=rated, unpack_size=LARGE)
+    kernel = triton.lazy_kernel("head", "losses_and_gradients")
+    linear_cross_entropy(out, *args, **attrs, kernel=kernel, unpack_size=LARGE)
 
 
-def _head(rated, size, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
-    """Write losses and dx of some rows, and add their parts to dw and db."""
+def _head(kernel, size, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
+    """Compute logits of some rows; write their losses and dx, and add their parts to dw and db."""
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
     add_product(logits, x, w, precision, fresh=True, unpack_size=size)
     has_gradients = dx is not None or dw is not None or db is not None
-    logit_grads = rated(logits, losses, right, targets, weights, b, softcap, has_gradients)
+    logit_grads = kernel(logits, losses, right, targets, weights, b, softcap, has_gradients)
     if db is not None:
         db.add_(logit_grads.sum(0))
     if dw is not None:
@@ -86,7 +86,7 @@ def _head(rated, size, losses, right, dx, x, targets, weights, dw, db, w, b, sof
         torch_kernels.add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=size)
 
 
-def _rated(logits, losses, right, targets, weights, b, softcap, has_gradients):
+def _torch_losses(logits, losses, right, targets, weights, b, softcap, has_gradients):
     """Write each row's loss, and whether its target has the largest logit (`right`); return gradients, over logits."""
     if b is not None:
         logits.add_(b)

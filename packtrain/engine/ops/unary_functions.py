@@ -119,7 +119,7 @@ def clamp_samples():
 
 
 def _values_off_bounds(n):
-    """Return values that stay on one side of a bound while a gradient is measured."""
+    """Return n sample values that are not so near to a bound that finite differences cross it."""
     return -1.005 + 0.01 * ((np.arange(n) * 37) % 211)
 
 

@@ -27,7 +27,7 @@ OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 
 def leaner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the other optimizers with less state for each weight, the leanest first."""
+    """Yield the other optimizers with less state for each weight than this one, the leanest first."""
     optimizers = (optimizer_class(optimizer.lr) for optimizer_class in KINDS)
     yield from sorted(
         (o for o in optimizers if state_nbytes(o) < state_nbytes(optimizer)), key=state_nbytes
@@ -35,5 +35,5 @@ def leaner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def state_nbytes(optimizer: Optimizer) -> int:
-    """Return the bytes of state for a matrix of a fixed size."""
+    """Return the bytes of state for a 64 × 64 matrix, to compare optimizers."""
     return sum(leaf.spec.nbytes for leaf in optimizer.states(weight("w", (64, 64))))

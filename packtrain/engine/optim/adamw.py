@@ -25,7 +25,7 @@ HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - bet
 
 @dataclass(frozen=True, slots=True)
 class AdamW(Optimizer):
-    """AdamW with decoupled decay of tensors with some axes. Loshchilov & Hutter, arXiv 1711.05101."""
+    """AdamW: weight decay is decoupled from the gradient. Loshchilov & Hutter, arXiv 1711.05101."""
 
     name: ClassVar[str] = "adamw"
     hyper: ClassVar[tuple[str, ...]] = HYPER
@@ -61,7 +61,8 @@ class AdamW(Optimizer):
     def step_along(
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> Tensors:
-        """Step the weight along the direction, the last result of an update of moments; return all new handles."""
+        """Write the update of w along the direction, the last result of an update of moments; return all new
+        handles."""
         *handles, direction = moments_result
         parts = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
         lr, weight_decay, c1 = parts
@@ -179,7 +180,7 @@ def opt_moments_adamw(
 
 
 def _moments_kernel(step_kernel):
-    """Return the kernel that steps a weight of 0 at a rate of -1 with c1 = 1: the weight becomes the direction."""
+    """Return a kernel of opt_moments_adamw: it steps a weight of 0 at a rate of -1, which gives the direction."""
 
     def write_direction(out, g, m, v, hyper, gate):
         hyper = hyper + 0  # a copy

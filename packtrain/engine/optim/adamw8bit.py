@@ -49,19 +49,19 @@ class AdamW8bit(AdamW):
 
 
 def coded_moments(w: Tensor) -> Tensors:
-    """Return the leaves of a weight's moments: codes and scales of m, and of v."""
+    """Return the state leaves of a weight's moments in 8 bits: codes and scales of m, and of v."""
     return *coded_leaves("m", w), *coded_leaves("v", w)
 
 
 def coded_leaves(kind: str, w: Tensor) -> Tensors:
-    """Return the leaves of a moment in 8 bits: codes, and the scales of their blocks."""
+    """Return the state leaves of one moment of w in 8 bits: codes, and the scale of each block of 256."""
     num_blocks = -(-w.spec.size // BLOCK)
     codes = state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8)
     return codes, state(f"{kind}8_scale/{w.name}", (num_blocks,))
 
 
 def decode(lib, codes, scale, levels):
-    """Return the values of codes (B, 256), signed if their type is: in NumPy or PyTorch."""
+    """Return the values of 8-bit codes (B, 256), signed if their type is; `lib` is numpy or torch."""
     return (
         lib.sign(codes)
         * levels[lib.abs(codes * lib.ones_like(codes, dtype=lib.int64))]
@@ -70,7 +70,7 @@ def decode(lib, codes, scale, levels):
 
 
 def encode(lib, values, limits):
-    """Return the codes of values (B, 256), with their signs, and the largest size in each block."""
+    """Return the codes of values (B, 256), with their signs, and each block's scale, its largest size."""
     largest = lib.amax(lib.abs(values), -1)
     units = values / (largest + (largest == 0))[:, None]
     return lib.sign(values) * lib.searchsorted(limits, lib.abs(units)), largest
@@ -123,7 +123,7 @@ def opt_moments_adamw8bit(
 
 
 def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, gate):
-    """Write the direction (N,) and the moments of g (N,): in NumPy or PyTorch, whose functions are named alike."""
+    """Write the direction of the step (N,) and the new moments for gradient g (N,); `lib` is numpy or torch."""
     _, beta1, beta2, eps, _, _, c2 = hyper
     (m_levels, m_limits), (v_levels, v_limits) = tables
     gradient = lib.zeros_like(m, dtype=g.dtype)

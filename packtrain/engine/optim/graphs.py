@@ -55,11 +55,9 @@ def training_graph(
 def measuring_graph(
     outputs: Mapping[str, Tensor], trained: Collection[Tensor], *, keep: Keep = None, inner: ForwardGradients = None,
 ) -> Graph:  # fmt: skip
-    """Return the first pass of a step that clips without storing gradients: outputs and `squares`, no updates.
-
-    With an untied head, whose gradient would wait for the norm, two full passes need least (`15m`: 307.1 instead of
-    335.7 MiB); with a tied head, going back twice (`two_pass`) takes as little in two thirds of the time.
-    """
+    """Return the first pass of a step that clips without storing gradients: outputs and `squares`, no updates. With an
+    untied head, whose gradient would wait for the norm, two full passes need least (`15m`: 307.1 instead of 335.7 MiB);
+    with a tied head, going back twice (`two_pass`) takes as little in two thirds of the time."""
     _check_trained(trained)
     squares = list[Tensor]()
 
@@ -74,7 +72,8 @@ def applying_graph(
     outputs: Mapping[str, Tensor], trained: Collection[Tensor], optimizer: Optimizer, *, keep: Keep = None,
     max_norm: float | None = None, max_value: float | None = None, inner: ForwardGradients = None,
 ) -> Graph:  # fmt: skip
-    """Return the second pass: gradients again, each applied at once; input `squares` () is from the first pass."""
+    """Return the second pass of a step that clips without storing gradients: gradients again, each applied at once. The
+    input `squares` () is what the first pass, see measuring_graph, returned."""
     _check_trained(trained)
     builder = _UpdateBuilder(optimizer, outputs["loss"], max_norm, max_value)
     builder.squares.append(input("squares", ()))
@@ -145,11 +144,9 @@ def _gradient_sum(w: Tensor) -> Tensor:
 
 
 def _add_squares(squares: list[Tensor], g: Tensor) -> None:
-    """Add a gradient's sum of squares to the running sum of all gradients.
-
-    Norms from Gram matrices (|dy^T x|^2 from dy dy^T and x x^T) cost as much as the gradients once there are as many
-    tokens as the model is wide.
-    """
+    """Append to `squares` the sum of squares of all gradients so far, g included, for clipping by their norm. Norms
+    from Gram matrices (|dy^T x|^2 from dy dy^T and x x^T) cost as much as the gradients once there are as many tokens
+    as the model is wide."""
     squares.append(ops.sum_squares(g, squares[-1] if squares else None))
 
 
@@ -159,7 +156,7 @@ def _check_trained(trained: Collection[Tensor]) -> None:
 
 
 class _UpdateBuilder:
-    """Builds the end of a step: the global gradient norm, the clipping gate computed from it, and the updates."""
+    """Writes the end of a step: the norm of all gradients, the clipping factor (gate) that follows, and the updates."""
 
     def __init__(
         self, optimizer: Optimizer, loss: Tensor, max_norm: float | None, max_value: float | None

@@ -27,11 +27,9 @@ HEAD = 3  # numbers before the coefficients: phase, index of the step's pair, le
 
 @dataclass(frozen=True, slots=True)
 class LBFGS(Optimizer):
-    """L-BFGS with a line search. Liu & Nocedal 1989; Nocedal & Wright 2006, chapter 7.
-
-    A step evaluates at its start and at each length that it tries; where the next step has the same batch, its start
-    is evaluated already. Until a step is done, its pair's rows of s and y hold the start and its gradient.
-    """
+    """L-BFGS with a line search. Liu & Nocedal 1989; Nocedal & Wright 2006, chapter 7. A step evaluates at its start
+    and at each length that it tries; where the next step has the same batch, its start is evaluated already. Until a
+    step is done, its pair's rows of s and y hold the start and its gradient."""
 
     name: ClassVar[str] = "lbfgs"
     note: ClassVar[str] = "takes long steps on large batches, each with several evaluations"
@@ -74,18 +72,18 @@ class LBFGS(Optimizer):
     def without_decay(self) -> Optimizer:
         return replace(self, line_search=NONE)
 
-    def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
-        first, pair_index = turn.last or turn.evaluate(), (t - 1) % self.history
+    def drive(self, step: StepRunner, t: int, lr: float) -> Values:
+        first, pair_index = step.last or step.evaluate(), (t - 1) % self.history
 
         def do(phase: int, length: float = 0.0, coefficients: np.ndarray | None = None) -> Values:
             numbers = np.zeros(HEAD + 2 * self.history + 1, np.float32)
             numbers[:HEAD] = phase, pair_index, length
             numbers[HEAD:] = 0.0 if coefficients is None else coefficients
-            return turn.update({self.name: numbers})
+            return step.update({self.name: numbers})
 
         def evaluate_at(length: float) -> LinePoint:
             do(MOVE, length)
-            loss, outputs = float(turn.evaluate()["loss"]), do(SLOPE)
+            loss, outputs = float(step.evaluate()["loss"]), do(SLOPE)
             is_finite = np.isfinite(outputs["squares"])
             return LinePoint(length, loss, float(outputs["dots"][0, 0]) if is_finite else np.nan)
 
@@ -106,7 +104,7 @@ class LBFGS(Optimizer):
         start_point = LinePoint(0.0, float(first["loss"]), slope)
         point, reason = line_search.find_point(start_point, float(np.float32(length)), evaluate_at)
         if reason is not None:
-            turn.report(f"the line search found no step: {reason}; the weights are at the best one")
+            step.report(f"the line search found no step: {reason}; the weights are at the best one")
             evaluate_at(point.length)  # so that the next step may begin with this evaluation
         do(KEEP if point.length else FORGET)
         return values

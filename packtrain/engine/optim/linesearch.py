@@ -18,7 +18,7 @@ NEAREST, FARTHEST_FACTOR = 0.1, 10.0
 
 @dataclass(frozen=True, slots=True)
 class LinePoint:
-    """A point on the line of a search: its length along the direction, and loss and derivative (`slope`) there."""
+    """A point on the line of a search for a step: its distance (`length`), and loss and derivative (`slope`) there."""
 
     length: float
     loss: float
@@ -31,12 +31,13 @@ class LinePoint:
 
 @dataclass(frozen=True, slots=True)
 class LineSearch:
-    """Searches for a length that fulfils `condition`, for a start with loss f0 and slope s0 < 0.
+    """Searches for the length of a step that fulfils `condition`; the start has loss f0 and slope s0 < 0.
 
     armijo        f <= f0 + armijo * length * s0
     wolfe         that, and slope >= wolfe * s0
     strong-wolfe  that, and |slope| <= wolfe * |s0|
     none          nothing
+
     Nocedal & Wright 2006, section 3.1.
     """
 
@@ -63,11 +64,9 @@ class LineSearch:
     def find_point(
         self, start: LinePoint, first_length: float, evaluate: Callable[[float], LinePoint]
     ) -> tuple[LinePoint, str | None]:
-        """Return an accepted point, or the best point and the reason why none was accepted.
-
-        `evaluate` returns the point at a length; the first one is `first_length`. The interval between `low` and
-        `high_point` always holds accepted points: low is low enough and still falls steeply, high is too high or rises.
-        """
+        """Return an accepted point, or the best point and the reason why none was accepted. `evaluate` returns the
+        point at a length; the first one is `first_length`. The interval between `low` and `high_point` always holds
+        accepted points: low is low enough and still falls steeply, high is too high or rises."""
         low, high_point, best, length = start, None, start, first_length
         for _ in range(self.max_trials):
             point = evaluate(length)

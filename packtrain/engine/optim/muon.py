@@ -20,9 +20,7 @@ FILTERS = ("shortconv.conv.weight",)
 @dataclass(frozen=True, slots=True)
 class Muon(AdamW):
     """Steps matrices by updates whose singular values are near 1. Jordan et al. 2024; scaled as in arXiv 2502.16982.
-
-    Embeddings, the head and vectors are updated by AdamW, with the same rate.
-    """
+    Embeddings, the head and vectors are updated by AdamW, with the same rate."""
 
     name: ClassVar[str] = "muon"
     note: ClassVar[str] = "keeps one moment for a matrix and orthogonalizes its steps"
@@ -55,17 +53,17 @@ class Muon(AdamW):
         return *handles, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))
 
     def momentum_of(self, w: Tensor) -> Tensors:
-        """Return the state leaves of a matrix."""
+        """Return the state leaves that hold the momentum of a matrix."""
         return (moment("b", w),)
 
     def add_momentum(self, g: Tensor, states: Tensors, momentum: Tensor, gate: Tensor) -> Tensors:
-        """Write the update of a matrix's momentum; return the new handles, and its value last."""
+        """Write the update of a matrix's momentum by gradient g; return the new handles, and the momentum last."""
         handles = opt_momentum(states[0], g, momentum, gate)
         return *handles, handles[0]
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Move the singular values of x (M, N) close to 1, by Newton and Schulz's iteration."""
+    """Return x (M, N) with its singular values moved close to 1, by Newton and Schulz's iteration."""
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:
         x = ops.cont(ops.transpose(x))

@@ -57,7 +57,7 @@ def opt_momentum8bit(
 
 
 def _add_momentum(lib, levels, limits, value, g, b, b_scale, momentum, gate):
-    """Write the value (N,), and the momentum of g (N,): in NumPy or PyTorch, whose functions are named alike."""
+    """Write the momentum of gradient g (N,), as codes and scales, and its exact `value` (N,); lib: numpy or torch."""
     gradient = lib.zeros_like(b, dtype=g.dtype)
     gradient.reshape(-1)[: len(g)] = g * gate
     new = momentum * adamw8bit.decode(lib, b, b_scale, levels) + gradient

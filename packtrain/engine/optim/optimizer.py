@@ -19,22 +19,20 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of every weight's update: the step's numbers, the clipping gate, and the key of stochastic rounding.
-
-    Nothing changes if the gate is not finite.
-    """
+    """What updates of all weights in a step read: its numbers, the clipping factor (gate), and the key of stochastic
+    rounding. Nothing changes if the gate is not finite."""
 
     hyper: Tensor
     gate: Tensor
     rounding: Tensor
 
     def key(self, w: Tensor) -> Tensor | None:
-        """The rounding key for a bf16 weight, else None."""
+        """Return the key of stochastic rounding for a bf16 weight, else None."""
         return None if w.dtype == f32 else self.rounding
 
 
 class StepRunner(Protocol):
-    """A step of a run: its batch, and the graphs on its session. Graphs return `loss` or `squares`, or both.
+    """What an optimizer may do in one training step: run the gradient and update graphs on the step's batch.
 
     last  the last evaluation of the previous step, if its batch was the same: an optimizer that uses it leaves the
           weights where it last evaluated
@@ -43,22 +41,22 @@ class StepRunner(Protocol):
     last: Values | None
 
     def evaluate_and_update(self, hyper: Values) -> Values:
-        """Evaluate once and update with these numbers."""
+        """Compute loss and gradients and update the weights with the step's numbers `hyper`; return the outputs."""
 
     def evaluate(self) -> Values:
-        """Sum gradients at the current weights; for optimizers with several evaluations per step."""
+        """Compute loss and gradients at the current weights, for several evaluations per step; return the outputs."""
 
     def update(self, hyper: Values) -> Values:
         """Run the update graph with these numbers and the gradients of the last evaluation, which stay; return
         `squares` and the extra outputs of `Optimizer.measured`."""
 
     def report(self, message: str) -> None:
-        """Report what the user should know about this step."""
+        """Show the user a message about this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """Settings of an update rule, and the rule as calls. Each field declared as an option becomes a flag.
+    """Settings of an update rule, and the rule as calls of a graph. Each field declared as an option becomes a flag.
 
     name          value of --optimizer, and name of the input with the numbers of a step
     note          when to use it, if it is not the default: `name note` is a sentence
@@ -89,36 +87,38 @@ class Optimizer:
         check_values(type(self), plain_settings, "optimizer")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
-        """Return the values of `hyper` at step t, counted from 1."""
+        """Return the step's numbers (such as the rate), the values of `hyper`, at step t, counted from 1."""
         return (lr,)
 
     def states(self, w: Tensor) -> Tensors:
-        """Return the state leaves of a weight, see `moment`."""
+        """Return the state leaves, such as moments, that the optimizer keeps for weight w; see `moment`."""
         return ()
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
-        """Write the update of w by gradient g; return the new handles of everything that it changes."""
+        """Write the calls that update w by gradient g; return the handles (updated leaves) of all that they change."""
         raise NotImplementedError
 
     def updates(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> Iterator[Tensor]:
-        """Write the updates of pairs of weight and gradient, each once it is complete; yield the new handles."""
+        """Write the updates for pairs (weight, gradient), as they come; yield the handles (updated leaves)."""
         for w, g in pairs:
             yield from self.update(w, g, *self.states(w), step_inputs=step_inputs)
 
     def measured(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return extra outputs of a separate update graph, which `drive` reads, and the handles of its updates."""
+        """Write the updates for a graph of their own; return extra outputs, which `drive` reads to run the step, and
+        the handles."""
         return {}, list(self.updates(pairs, step_inputs))
 
-    def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
-        """Run step t; return the loss and the gradient's sum of squares (`squares`) of its first evaluation."""
-        return turn.evaluate_and_update(self.inputs(t, lr))
+    def drive(self, step: StepRunner, t: int, lr: float) -> Values:
+        """Run step t of a training run: compute loss and gradient, once or (L-BFGS) at several weights, and update.
+        Return `loss` and `squares`, the gradient's sum of squares, at the weights before the step."""
+        return step.evaluate_and_update(self.inputs(t, lr))
 
     def without_decay(self) -> "Optimizer":
-        """Return these settings without any change to weights whose gradient is zero."""
+        """Return these settings without weight decay, so that a weight whose gradient is zero does not change."""
         return self
 
     def with_offloaded_state(self) -> "Optimizer":
@@ -126,14 +126,14 @@ class Optimizer:
         return self
 
     def leaf(self) -> Tensor:
-        """Return the input leaf of a step's numbers, which `inputs` feeds."""
+        """Return the input leaf for a step's numbers; `inputs` returns its value."""
         return input(self.name, (len(self.hyper),))
 
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        """Return the value of `leaf` at step t; `lr` replaces the learning rate."""
+        """Return {input name: the step's numbers, f32} at step t; `lr` replaces the learning rate."""
         return {self.name: np.array(self.numbers(t, self.lr if lr is None else lr), np.float32)}
 
 
 def moment(kind: str, w: Tensor) -> Tensor:
-    """Make an f32 state leaf `<kind>/<name>` in the shape of a weight, saved in checkpoints."""
+    """Make an f32 state leaf `<kind>/<name>` in the shape of weight w, which checkpoints save."""
     return state(f"{kind}/{w.name}", w.spec.shape, role="moment")

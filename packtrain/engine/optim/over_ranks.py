@@ -21,15 +21,15 @@ RankShare = tuple[int, int]  # a rank, and how many there are
 
 
 def part_of_weight(w: Tensor, share: RankShare) -> Tensor | None:
-    """Return a leaf for the rank's numbers of a weight, with as many axes; None if there are none. The leaf has no
-    role, as its bytes are the weight's: see Session.overlay."""
+    """Return a leaf for the elements of weight w that this rank updates, with as many axes; None if there are none. The
+    leaf has no role, as its bytes are the weight's: see Session.overlay."""
     num_elements = len(range(w.spec.size)[rank_slice(w.spec.size, *share)])
     shape = (*(1,) * (len(w.shape) - 1), num_elements)
     return state(f"{PART_PREFIX}{w.name}", shape, w.dtype, role=None) if num_elements else None
 
 
 def local_gradient_sum(w: Tensor, share: RankShare | None) -> tuple[Tensor, Tensor] | None:
-    """Return the rank's part of a weight and of its gradient sum; None if some rank would have no part."""
+    """Return leaves for this rank's part of weight w and of its gradient sum; None if some rank would have no part."""
     if share is None or part_of_weight(w, (share[1] - 1, share[1])) is None:
         return None
     weight_part = part_of_weight(w, share)
@@ -40,7 +40,7 @@ def local_gradient_sum(w: Tensor, share: RankShare | None) -> tuple[Tensor, Tens
 def local_parts(
     pairs: Collection[tuple[Tensor, Tensor]], share: RankShare
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rank's parts of weights and of their gradients."""
+    """Yield this rank's parts of weights and of their gradients, for pairs (weight, gradient)."""
     for w, g in pairs:
         weight_part, run = part_of_weight(w, share), rank_slice(w.spec.size, *share)
         if weight_part is not None:
@@ -50,7 +50,7 @@ def local_parts(
 
 
 def unsplit_name(name: str) -> str:
-    """Return the name of a weight's moment, given the name of a part's moment."""
+    """Return the name of the moment of a whole weight, given that of a rank's part."""
     return name.replace(PART_PREFIX, "", 1)
 
 

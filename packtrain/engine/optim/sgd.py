@@ -53,7 +53,7 @@ def opt_momentum_samples():
 
 
 def hyper_number(hyper: Tensor, index: int) -> Tensor:
-    """Return number `index` of a step: hyper (N,), y ()."""
+    """Return number `index` of the step's numbers hyper (N,), as a tensor ()."""
     return ops.reshape(ops.narrow(hyper, axis=0, start=index, length=1), shape=())
 
 

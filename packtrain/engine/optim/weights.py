@@ -14,7 +14,7 @@ from packtrain.kernels.rowwise.counter_rng import uniform_numpy
 
 
 def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
-    """Require w to be f32, or bf16 with a key for its rounding, and its gradient and moments to be f32."""
+    """Check for a shape rule that w is f32, or bf16 with a rounding key, and that `tensors` are f32 of its shape."""
     specs, dtype, shape = [t.spec for t in tensors], w.spec.dtype, w.spec.shape
     is_trainable = dtype in TRAINABLE and specs.count(Spec(shape)) == len(specs)
     texts = f"{', '.join(['{}'] * len(specs))}; these must be f32{[*shape]}, and w f32 or bf16"
@@ -38,14 +38,14 @@ def write(w, values, key, stream):
 
 
 def parts_of(w, *tensors):
-    """Yield (start, flat parts of tensors), so that an update needs room for one part only."""
+    """Yield (start, flat parts of w and the tensors), so that an update needs room for one part only."""
     flat_tensors = [t.view(-1) for t in (w, *tensors)]
     for chunk_start, chunk_end in chunk_bounds(len(flat_tensors[0]), CHUNK, w):
         yield chunk_start, [t[chunk_start:chunk_end] for t in flat_tensors]
 
 
 def write_torch(w, values, key, stream, chunk_start, is_finite):
-    """Write values to a part of a weight that begins at `chunk_start`, as `write` does, if `is_finite`."""
+    """Write values to the part of a weight that begins at element `chunk_start`, as `write` does, if `is_finite`."""
     if key is not None:
         bits = uniform(key_of(key, stream), chunk_start, chunk_start + len(w)).mul_(65536).int()
         bits = (bits.add_(values.float().view(torch.int32)) >> 16).to(torch.int16)
@@ -54,14 +54,14 @@ def write_torch(w, values, key, stream, chunk_start, is_finite):
 
 
 def stored(w, key, stream):
-    """Return a weight as kernels take it: ggml's number of its type, its bytes, and its rounding key."""
+    """Return a weight as kernels take it: ggml's number of its type, its bytes, the key of its stochastic rounding."""
     dtype_number = dtype_of(w).number
     rounding_key = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
     return dtype_number, flatten(w).view(np.uint8), rounding_key
 
 
 def sampled():
-    """Yield weights of each type, as samples for ops, each with its key, a gate, and whether it decays."""
+    """Yield (w, key, gate, decay) for samples of update ops: weights of each type, and whether they decay."""
     cases = (1, 1.0, True), (17, 0.5, False), (64, np.nan, True), (70_000, 1.0, True)
     for n, gate, decay in cases:
         gate = constant("gate", np.array(gate))
@@ -70,7 +70,7 @@ def sampled():
 
 
 def stream_of(w: Tensor) -> int:
-    """Return the number of the random stream for rounding a weight; 0 if it is not rounded."""
+    """Return the number of the random stream for stochastic rounding of w; 0 for f32, which is not rounded."""
     return 0 if w.dtype == f32 else noise_stream(w.label)
 
 

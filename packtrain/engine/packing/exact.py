@@ -36,7 +36,7 @@ NO_END = float("inf")
 
 
 class SearchClock:
-    """Says whether a number of seconds is over; None is never over. `now` returns the time in seconds."""
+    """Says whether a number of seconds is over (None: never). `now` returns the time in seconds."""
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -62,7 +62,7 @@ def lower(
     start: Ints, end: Ints, size: Ints, offsets: Ints, bound: int, target_height: int = 0,
     clock: SearchClock = UNLIMITED_CLOCK,
 ) -> Iterator[tuple[Ints, bool]]:  # fmt: skip
-    """Yield better and better packings than `offsets`, each with whether it is proved optimal.
+    """Yield packings of ever fewer bytes than `offsets`, each as (offsets, whether it is proved optimal).
 
     bound          lower bound of the bytes
     target_height  bytes at which to stop
@@ -102,18 +102,16 @@ def can_load(clock: SearchClock) -> bool:
 
 
 def _split_parts(start: Ints, end: Ints) -> list[Ints]:
-    """Return the indices of the buffers of each part."""
+    """Return, for each time interval that no buffer crosses, the indices of its buffers."""
     order = np.argsort(start, kind="stable")
     is_cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
     return np.split(order, np.flatnonzero(is_cut) + 1)
 
 
 def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return the first section of each buffer, and one past its last.
-
-    A section is an instant just before a buffer ends, if one has started since the last section: any two buffers
-    that overlap do so in a section, and no section's buffers are a subset of another's.
-    """
+    """Return each buffer's first section and one past its last: the kernel searches by sections instead of steps. A
+    section is an instant just before a buffer ends, if one has started since the last section: any two buffers that
+    overlap do so in a section, and no section's buffers are a subset of another's."""
     times = np.unique(np.concatenate((start, end)))
     start_indices = np.searchsorted(times, np.unique(start))
     end_indices = np.searchsorted(times, np.unique(end))
@@ -124,7 +122,7 @@ def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 class _WorkBudget:
-    """The work that may still be done: a fixed amount, or as much as the clock allows."""
+    """The steps that the search may still take: a fixed number, or as many as the clock allows."""
 
     def __init__(self, clock: SearchClock) -> None:
         self.clock = clock
@@ -136,7 +134,7 @@ class _WorkBudget:
 
 
 class _PackingPart:
-    """Buffers of one part, in units; the best offsets so far; heights below `min_height` are impossible."""
+    """The buffers of a time interval, with their best offsets so far, in units; no packing is below `min_height`."""
 
     def __init__(
         self, start: Ints, end: Ints, size: Ints, offsets: Ints, unit: int, members: Ints
@@ -155,7 +153,8 @@ class _PackingPart:
         return self.height <= self.min_height
 
     def lower_once(self, bound: int, target_height: int, budget: _WorkBudget) -> None:
-        """Search one round at `target_height`, else at the bound and by bisection above it; double the work limit."""
+        """Search for fewer bytes once: at `target_height`, else at the bound and by bisection above it. Then double the
+        work limit for the next time."""
         self.min_height = max(self.min_height, bound)
         if self.min_height <= target_height < self.height:
             self._search_height(target_height, self.work_limit, budget)
@@ -169,7 +168,8 @@ class _PackingPart:
         self.work_limit *= 2
 
     def _search_height(self, target_height: int, work_limit: int, budget: _WorkBudget) -> bool:
-        """Search all orders at one height; record offsets or that none exist; return whether the height is reached."""
+        """Search all orders for offsets of at most `target_height`, in units; return whether such offsets are known
+        now."""
         for sort_columns in ORDERS:
             if not self.min_height <= target_height < self.height or budget.is_spent:
                 break
@@ -183,7 +183,7 @@ class _PackingPart:
     def _search_in_order(
         self, by: tuple[str, str], target_height: int, work_limit: int, budget: _WorkBudget
     ) -> tuple[int, Ints]:
-        """Run the kernel on the buffers, ranked and numbered `by` columns; return its status and offsets."""
+        """Run the compiled search, which takes buffers in the order of columns `by`; return its status and offsets."""
         width = self.end - self.start
         columns = {"W": -width, "A": -width * self.size}
         rank_columns, order_columns = by
@@ -201,7 +201,7 @@ class _PackingPart:
         # a stack that is deep enough for n levels of recursion
         previous_nbytes = threading.stack_size(max(STACK, n * STEP))
         try:
-            status = stopped_by(budget.clock, run_search, limits)
+            status = run_until(budget.clock, run_search, limits)
         finally:
             threading.stack_size(previous_nbytes)
         budget.work_left -= used_limit - int(limits[0])
@@ -210,8 +210,8 @@ class _PackingPart:
         return status, result
 
 
-def stopped_by(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
-    """Call `run_search` in a thread, stop it by limits[1] when the clock is over, and return its status."""
+def run_until(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
+    """Call `run_search` in a thread; stop it when the clock is over, by setting limits[1]. Return its status."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run_search)
         try:
@@ -223,7 +223,7 @@ def stopped_by(clock: SearchClock, run_search: Callable[[], int], limits: Ints) 
 
 
 def _dense_ranks(columns: list[Ints], num_rows: int) -> Ints:
-    """Return ranks of rows by several columns; equal rows have equal ranks."""
+    """Return ranks 0, 1, … of rows by several columns, int64 (rows,); equal rows have equal ranks."""
     if not columns:
         return np.zeros(num_rows, np.int64)
     _, rank = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)

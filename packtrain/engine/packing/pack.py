@@ -53,12 +53,12 @@ class Packing:
 
 
 def pack(start: Ints, end: Ints, size: Ints) -> Ints:
-    """Offsets (n,) at which n buffers, alive during steps [start, end), need as few bytes as the search finds.
+    """Return offsets (n,) at which n buffers, alive during steps [start, end), need as few bytes as the search finds.
 
         pack([0, 1, 2], [2, 3, 4], [64, 128, 64])  ->  [128, 0, 128]
 
-    Heuristics come first and mostly reach the lower bound; otherwise an exact search follows, limited by work
-    and not by time: equal buffers get equal offsets on every machine.
+    Heuristics come first and mostly reach the lower bound; otherwise an exact search follows, limited by work and not
+    by time: equal buffers get equal offsets on every machine.
     """
     *_, best_packing = packings(start, end, size)
     return best_packing.offsets
@@ -68,7 +68,7 @@ def packings(
     start: npt.ArrayLike, end: npt.ArrayLike, size: npt.ArrayLike, *, target_height: int = 0,
     seconds: float | None = None, now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Packing]:  # fmt: skip
-    """Yield packings, each smaller than the one before, or equal and now proved. The last is the best.
+    """Yield packings of the buffers, each smaller than the one before, or equal and now proved. The last is the best.
 
     target_height  stop at a packing of at most this many bytes
     seconds        time limit instead of the limit on work; checked for each buffer that is placed
@@ -91,7 +91,7 @@ def packings(
 
 
 def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
-    """Return the most bytes alive at once, and the first such step: no packing can need less."""
+    """Return the most bytes alive at once, and the first step at which they are: no packing can need less."""
     if not len(size):
         return 0, 0
     times, nbytes = alive_nbytes(start, end, size)
@@ -100,7 +100,7 @@ def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
 
 
 def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
-    """Return the steps at which a buffer starts or ends, and the bytes alive from each step to the next."""
+    """Return the steps at which a buffer starts or ends, and the bytes alive from each step to the next, int64 both."""
     times, event_index = np.unique(np.concatenate((start, end)), return_inverse=True)
     nbytes_change = np.zeros(len(times), np.int64)
     np.add.at(nbytes_change, event_index[: len(size)], size)
@@ -109,7 +109,7 @@ def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
 
 
 def packing_height(size: Ints, offsets: Ints) -> int:
-    """Return the end of the highest buffer, in bytes."""
+    """Return the bytes that a packing needs: the end of its highest buffer."""
     return int((offsets + size).max()) if len(size) else 0
 
 
@@ -117,10 +117,8 @@ def packing_height(size: Ints, offsets: Ints) -> int:
 
 
 def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -> Iterator[Ints]:
-    """Yield offsets of all heuristics. First fit from the peak outwards suits one peak, skylines several.
-
-    With a limited clock, shelves come first: if nothing else is finished in time, they are the result.
-    """
+    """Yield offsets of all heuristics. First fit from the peak outwards suits one peak, skylines several. With a
+    limited clock, shelves come first: if nothing else is finished in time, they are the result."""
     if clock.is_limited:
         yield shelves(start, end, size)
     orders = _packer_orders(start, end, size)
@@ -135,7 +133,7 @@ def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -
 
 
 def _packer_orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer, tuple[Ints, ...]]]:
-    """Yield packers and the sort keys of their orders, the last key first."""
+    """Yield heuristics, each with the sort keys (the last counts most) of the order in which it places buffers."""
     _, peak_step = lower_bound(start, end, size)
     distance = np.maximum(np.maximum(start - peak_step, peak_step + 1 - end), 0)
     lifetime = end - start
@@ -153,7 +151,7 @@ def _packer_orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer,
 
 
 def peak_alive_nbytes(start: Ints, end: Ints, size: Ints) -> Ints:
-    """Return the most bytes alive during the life of each buffer."""
+    """Return the most bytes alive at once during the life of each buffer, int64 (n,)."""
     times, max_nbytes = alive_nbytes(start, end, size)
     first_step, last_step = np.searchsorted(times, start), np.searchsorted(times, end)
     octave = np.frexp(last_step - first_step)[1] - 1
@@ -166,7 +164,7 @@ def peak_alive_nbytes(start: Ints, end: Ints, size: Ints) -> Ints:
 
 
 def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
-    """Return offsets on stacked shelves, each for buffers of one power of two; as few as their lives allow."""
+    """Return offsets on stacked shelves, each for buffers of one power of two; as few shelves as lifetimes allow."""
     octaves = np.frexp(size - 0.5)[1]
     shelf, free_shelves = np.zeros(len(size), np.int64), dict[int, list[int]]()
     start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
@@ -190,7 +188,7 @@ def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
 def first_fit(
     start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
-    """Put each buffer, in order, into the lowest gap between buffers that overlap it in time; None if time runs out."""
+    """Return offsets, each buffer in turn in the lowest gap between those alive with it; None if time runs out."""
     offsets = np.zeros(len(size), np.int64)
     spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
@@ -214,7 +212,7 @@ def first_fit(
 def skyline(
     start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
-    """Repeatedly place the buffer that can go lowest; the first in the order on ties. None if time runs out."""
+    """Return offsets: each time, the buffer that can go lowest is placed, on ties the first; None if time runs out."""
     n = len(size)
     rank = np.empty(n, np.int64)
     rank[order] = np.arange(n)
@@ -237,7 +235,7 @@ def skyline(
 def _compiled_offsets(
     orders: Iterable[tuple[Packer, tuple[Ints, ...]]], lives: Ints, clock: SearchClock
 ) -> Iterator[Ints]:
-    """Yield the offsets of each packer for its order, in turn, until time runs out; packers run in parallel."""
+    """Yield offsets of each heuristic for its order, until time runs out; compiled, they run in parallel."""
     jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
         futures = [
@@ -258,14 +256,14 @@ def _compiled_offsets(
 def run_compiled(
     name: str, lives: Ints, order: Ints, limits: Ints, clock: SearchClock
 ) -> Ints | None:
-    """Run the compiled packer of that name on lives (n, 3): start, end, size; return offsets, None if stopped."""
+    """Run the compiled heuristic `name` on `lives` (n, 3): start, end, size; return offsets, or None if stopped."""
     by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
     positions = np.empty_like(by)
     positions[by] = np.arange(len(by))
     scratch, packed_offsets = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
     packer, columns = getattr(kernels.packing, name), (lives[by], positions[order])
     run_packer = partial(packer, *columns, packed_offsets, scratch, limits)
-    is_solved = exact.stopped_by(clock, run_packer, limits) == exact.SOLVED
+    is_solved = exact.run_until(clock, run_packer, limits) == exact.SOLVED
     return packed_offsets[positions] if is_solved else None
 
 

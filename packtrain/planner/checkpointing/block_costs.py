@@ -1,4 +1,4 @@
-"""Strategies of a block of a chain: which values each saves, and its bytes and seconds.
+"""Strategies of a block of a chain: which of its forward values are saved, and the bytes and added seconds of that.
 
 BlockCosts returns BlockOptions, given a function that builds the training graph for a number of equal blocks. A
 strategy's bytes have a lower bound from a short chain that saves everything, and are measured on request.
@@ -18,7 +18,7 @@ from packtrain.engine.tensor import Call
 from packtrain.planner import cost_model
 from packtrain.planner.checkpointing import middle_blocks, saved_values
 from packtrain.planner.checkpointing.middle_blocks import MiddleBlock, is_free_call, middle
-from packtrain.planner.checkpointing.pareto_front import KeptSet, least_again
+from packtrain.planner.checkpointing.pareto_front import KeptSet, min_added_seconds
 from packtrain.planner.checkpointing.saved_values import BlockOption, InnerRanks
 from packtrain.planner.cost_model import BackendRates
 
@@ -26,10 +26,11 @@ BuildGraph = Callable[[int, saved_values.RecomputeChoice | None], saved_values.B
 
 
 class BlockCosts:
-    """Costs of a block in a training graph whose equal blocks form a chain; caches measurements.
+    """Bytes and seconds of the strategies of a block, by graphs of a few equal blocks; a strategy is what the block
+    saves.
 
-    reserved_nbytes  bytes that stay after the backward pass of a block, and of the head
-    together         how many strategies are measured in one chain; 1 if not all blocks are alike
+    reserved_nbytes  bytes that stay after the backward pass of a block, and of the head: gradients before clipping
+    together         how many strategies are measured in one graph, in a block each; 1 if not all blocks are alike
     space            memory space whose bytes count; by default the arena's
     offload_mode     whether a block may, or must, offload saved values to the process's memory
     saves_input      whether the input of the first block is saved, too
@@ -49,12 +50,12 @@ class BlockCosts:
 
     @cached_property
     def _middle(self) -> MiddleBlock:
-        """The middle block of a short chain that saves everything."""
+        """The middle block of a graph of three blocks that saves all values, from which lower bounds are derived."""
         built_graph = self.build(middle_blocks.NUM_CHAIN_BLOCKS, None)
         return middle(built_graph, place(built_graph.graph, self.target), self.space, self.seconds)
 
-    def afresh(self) -> "BlockCosts":
-        """Return a copy that forgets all measurements on longer chains."""
+    def cleared(self) -> "BlockCosts":
+        """Return a copy without measured strategies, so that a search does not depend on earlier searches."""
         clone = copy(self)
         clone._measured_options = {}
         return clone
@@ -63,7 +64,7 @@ class BlockCosts:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts in which a block processes its rows; the stream has as many values for each block."""
+        """Number of parts in which a block processes its rows; each has its own values between two blocks."""
         return self._middle.num_parts
 
     @property
@@ -83,37 +84,36 @@ class BlockCosts:
 
     @property
     def value_nbytes(self) -> list[int]:
-        """Bytes of each value that the block's first part could save, by place."""
+        """Bytes of each value that a block could save (in the first part of its rows), by index in the block."""
         return self._middle.nbytes
 
     @property
     def read(self) -> list[int]:
-        """Places of the values that the backward pass reads."""
+        """Indices of the values that a block's backward pass reads; if these are saved, nothing is recomputed."""
         return self._middle.read_places
 
-    def free(self, seconds: float) -> tuple[int, ...]:
-        """Return places of values to save; recomputing the others, the cheapest by byte, takes at most `seconds`."""
-        return self._middle.free(seconds / self.num_parts)
+    def places(self, seconds: float) -> tuple[int, ...]:
+        """Return indices of values to save so that recomputing others, cheapest per byte, takes at most `seconds`."""
+        return self._middle.places(seconds / self.num_parts)
 
     # ---- strategies
 
     @cached_property
     def strategies(self) -> list[InnerRanks]:
-        """All variants of the strategies on the Pareto front of saved bytes and added seconds."""
-        return [strategy for point in self._middle.front for strategy in self._forms(point.places)]
+        """All strategies on the Pareto front of saved bytes and added seconds, with their variants."""
+        return [s for point in self._middle.front for s in self._variants(point.places)]
 
-    def _forms(self, kept_places: tuple[int, ...]) -> list[InnerRanks]:
-        """Return a strategy that saves these places, and its variants.
-
-        For each cut that is not saved, a variant recomputes the cut first, then each side. All may also be offloaded.
-        """
+    def _variants(self, kept_places: tuple[int, ...]) -> list[InnerRanks]:
+        """Return the strategy that saves the values with these indices, and variants that take fewer bytes at their
+        peak: for each cut (value on every path through the block) that is not saved, one recomputes the cut first, then
+        each side; and each of these with its saved values offloaded."""
         base = tuple((place, 0) for place in kept_places)
         forms = [base, *((*base, (cut, 1)) for cut in self._middle.cuts if cut not in kept_places)]
         offloaded = map(saved_values.offload_ranks, forms if self.offload_mode else [])
         return [*forms, *offloaded]
 
     def saved(self, strategy: InnerRanks) -> int:
-        """Return the bytes of `space` that a strategy saves beside the block's input; negative if that is offloaded."""
+        """Return the bytes that a strategy saves beside the block's input; negative if that is offloaded."""
         is_offloaded = saved_values.is_offloaded(strategy)
         return -self.stream_nbytes if is_offloaded else self._kept_nbytes(strategy)
 
@@ -122,7 +122,7 @@ class BlockCosts:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the block's input and of all values that its backward pass reads."""
+        """Bytes that a block saves if nothing is recomputed: its input, and all that its backward pass reads."""
         return self.stream_nbytes + self.num_parts * self._read_nbytes
 
     @cached_property
@@ -130,7 +130,7 @@ class BlockCosts:
         return sum(self.value_nbytes[place_index] for place_index in self.read)
 
     def offload_seconds(self, strategy: InnerRanks) -> float:
-        """Return the seconds for copying a strategy's offloaded values out and back; 0 if it offloads none."""
+        """Return the seconds to copy a strategy's values to the process's memory and back; 0 if it offloads none."""
         if not saved_values.is_offloaded(strategy):
             return 0.0
         return self._round_trip_seconds(self.stream_nbytes + self._kept_nbytes(strategy))
@@ -141,17 +141,17 @@ class BlockCosts:
 
     @property
     def options(self) -> list[BlockOption]:
-        """Every strategy as an option, measured or with lower bounds."""
+        """Every strategy with its bytes and seconds: those that `measure` measured, or else lower bounds."""
         return [self._measured_options.get(s) or self._lower_bounds[s] for s in self.strategies]
 
     @property
-    def bare_options(self) -> list[BlockOption]:
-        """The measured options of the strategies that save nothing."""
-        self.measure(self._forms(()))
-        return [self._measured_options[strategy] for strategy in self._forms(())]
+    def lean_options(self) -> list[BlockOption]:
+        """The strategies that save no value within the block (all is recomputed), with measured bytes and seconds."""
+        self.measure(self._variants(()))
+        return [self._measured_options[strategy] for strategy in self._variants(())]
 
-    def least_again(self, nbytes: float) -> float:
-        """Return the least added seconds for saving `nbytes` less than everything."""
+    def min_added_seconds(self, nbytes: float) -> float:
+        """Return the fewest seconds of recomputation with which a block saves `nbytes` less; inf if it has fewer."""
         all_nbytes = self._read_nbytes
         if nbytes > all_nbytes * self.num_parts:
             return np.inf
@@ -160,39 +160,39 @@ class BlockCosts:
             moved = ((self.stream_nbytes / self.num_parts + point.saved, point) for point in points)
             times = [p.recompute_seconds + self._round_trip_seconds(n) for n, p in moved]
             points = [*points, *(KeptSet(0, seconds, ()) for seconds in times)]
-        return self.num_parts * least_again(points, all_nbytes - nbytes / self.num_parts)
+        return self.num_parts * min_added_seconds(points, all_nbytes - nbytes / self.num_parts)
 
     # ---- lower bounds
 
     @cached_property
     def _lower_bounds(self) -> dict[InnerRanks, BlockOption]:
-        """Return options of a block with lower bounds of their bytes, where recomputed values live only while read."""
+        """Every strategy with lower bounds of its bytes, as if recomputed values lived only while they are read."""
         middle_block, bounds = self._middle, dict[InnerRanks, BlockOption]()
         for point in middle_block.front:
             recompute_seconds = self.num_parts * point.recompute_seconds
             num_calls = self.num_parts * middle_block.num_recomputed_calls(point.places)
             live_nbytes = self._needed + middle_block.kept_nbytes[list(point.places)].sum(axis=0)
             work = int(live_nbytes.max())
-            for s in self._forms(point.places):
+            for s in self._variants(point.places):
                 total_seconds = recompute_seconds + self.offload_seconds(s)
                 bounds[s] = BlockOption(s, self.saved(s), total_seconds, num_calls, work)
         return bounds
 
     @property
     def min_work_nbytes(self) -> int:
-        """Least bytes of the block's backward pass under any strategy."""
+        """Lower bound of the bytes that the backward pass of a block needs at once, whatever is saved."""
         return int(self._needed.max())
 
     @cached_property
     def _needed(self) -> np.ndarray:
-        """Bytes of each step of the backward pass, without those that stay after later blocks or the first pass."""
+        """Bytes that each step of a block's backward pass needs, int64 (steps,), without gradients that wait there."""
         later_nbytes = self.head_reserve + (middle_blocks.NUM_CHAIN_BLOCKS - 2) * self.reserve
         return self._middle.needed_nbytes - later_nbytes - self.is_two_pass * self.stream_nbytes
 
     # ---- measurements
 
     def measure(self, strategies: Iterable[InnerRanks]) -> bool:
-        """Measure unknown strategies, in all their variants, together in one chain; return whether there were any."""
+        """Measure those strategies that are not measured yet, with their variants; return whether there were any."""
         measured = self._measured_options
         sets = {_kept_places(s) for s in strategies if s not in measured}
         unmeasured = [s for s in self.strategies if s not in measured and _kept_places(s) in sets]
@@ -201,10 +201,10 @@ class BlockCosts:
         return bool(unmeasured)
 
     def _measure(self, strategies: Sequence[InnerRanks]) -> None:
-        """Measure strategies in one chain, without bytes that earlier blocks save and later blocks leave, or save.
-
-        If all blocks run backward twice, the gradient behind the last block also stays, but not that block's output.
-        """
+        """Build a graph with a block for each strategy, and record the peak bytes and added seconds of its backward
+        pass. Bytes that are there for other blocks are subtracted: what earlier blocks save, and gradients of later
+        blocks that wait for clipping; if all run backward twice, also what later blocks save. The outermost blocks
+        repeat a strategy and do not count, as the model's ends differ."""
         inner = (strategies[0], *strategies, strategies[-1])
         choice = saved_values.RecomputeChoice((0,) * (len(inner) + 1), inner)
         built_graph = self.build(len(inner), choice)
@@ -233,7 +233,7 @@ def _kept_places(strategy: InnerRanks) -> tuple[int, ...]:
 
 
 class LiveByteCurve:
-    """Bytes of a space that are alive at the steps of a placed graph."""
+    """The number of bytes of a memory space that are alive at each step of a placed graph."""
 
     def __init__(self, placed: Placed, space: str) -> None:
         stored = storage_lifetimes(placed, space)
@@ -241,6 +241,6 @@ class LiveByteCurve:
         self._step_times, self._nbytes = alive_nbytes(*lifetimes)
 
     def max_nbytes(self, first_step: int, last: int) -> int:
-        """Return the most bytes alive at any step from `first_step` to `last`."""
+        """Return the most bytes that are alive at once from step `first_step` to step `last`, inclusive."""
         start_index, end_index = np.searchsorted(self._step_times, (first_step, last), side="right")
         return int(self._nbytes[max(start_index - 1, 0) : end_index].max(initial=0))

@@ -40,7 +40,7 @@ MIN_STRATEGIES_PER_GRAPH = 4  # strategies measured in one graph, even if the ch
 
 @dataclass(frozen=True, slots=True)
 class PlannedChoice:
-    """A choice whose graph was built and measured.
+    """A choice of what to save, with bytes and seconds of the graph of all blocks that was built for it.
 
     arena    lower bound of the arena's bytes, which the packing nearly always reaches; `nbytes` includes those of calls
     seconds  seconds that recomputation and offloading add to a run of the graph, with `calls` recomputed calls
@@ -54,7 +54,7 @@ class PlannedChoice:
 
 
 class BlockChain:
-    """A training graph whose `count` equal blocks form a chain; caches measurements.
+    """Chooses recomputation for a training graph whose `count` equal blocks form a chain; caches measurements.
 
     reserved_nbytes       bytes that stay after the backward pass of a block, and of the head: gradients before clipping
     call_nbytes           bytes of the process for each call of the graph, outside the arena
@@ -93,8 +93,8 @@ class BlockChain:
             self.block, self.two_pass_costs = like.block, like.two_pass_costs
         self.planned_choices: dict[RecomputeChoice | None, PlannedChoice] = {}
 
-    def afresh(self, like: "BlockChain | None" = None) -> "BlockChain":
-        """Return a copy that forgets measurements on long chains; takes the block costs of `like` if given."""
+    def cleared(self, like: "BlockChain | None" = None) -> "BlockChain":
+        """Return a copy that forgets graphs of many blocks; its block costs are those of `like` if given."""
         clone = copy(self)
         clone.__dict__.pop("smallest_choice", None)
         clone.planned_choices = {}
@@ -102,17 +102,17 @@ class BlockChain:
         if like is not None:
             clone.block, clone.two_pass_costs = like.block, like.two_pass_costs
         else:
-            clone.block, clone.two_pass_costs = self.block.afresh(), self.two_pass_costs.afresh()
+            clone.block, clone.two_pass_costs = self.block.cleared(), self.two_pass_costs.cleared()
         return clone
 
     @property
     def head_work(self) -> int:
-        """Peak bytes between the last block's forward and backward pass, without values that blocks save."""
+        """Peak bytes of the loss head, from the last block's forward to its backward pass, less what blocks save."""
         return (self.like or self).head_nbytes_by_chunk[self.head_chunk]
 
     @cached_property
     def head_nbytes_by_chunk(self) -> dict[int, int]:
-        """The bytes of `head_work` by chunk of the loss head, measured on a chain that saves only its stream."""
+        """`head_work` by chunk size (tokens of the loss head at a time), measured with two blocks."""
         built = self.build(NUM_HEAD_BLOCKS, uniform_choice(NUM_HEAD_BLOCKS, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.num_parts)[NUM_HEAD_BLOCKS - 1]
@@ -123,14 +123,14 @@ class BlockChain:
         }
 
     def min_seconds(self, nbytes: int) -> float:
-        """Return the least seconds that saving `nbytes` compared with no recomputation adds."""
+        """Return a lower bound of the seconds that recomputation must add to a run to lower its bytes by `nbytes`."""
         block_nbytes = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
-        return self.count * self.block.least_again(block_nbytes) if block_nbytes > 0 else 0.0
+        return self.count * self.block.min_added_seconds(block_nbytes) if block_nbytes > 0 else 0.0
 
     # ---- choices
 
     def plan_choice(self, choice: RecomputeChoice | None) -> PlannedChoice:
-        """Build the whole chain with the choice and measure it; None recomputes nothing."""
+        """Build and measure the graph of all blocks that saves by this choice; None saves all that is read."""
         if choice not in self.planned_choices:
             graph = self.build(self.count, choice).graph
             placed = place(graph, self.target)
@@ -139,32 +139,31 @@ class BlockChain:
             recomputed = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
             seconds = sum(map(self.block.seconds, recomputed))
-            seconds += sum(cost_model.call_seconds(s, self.block.rates) for s in placed.put_away)
+            seconds += sum(cost_model.call_seconds(s, self.block.rates) for s in placed.offloads)
             planned = PlannedChoice(choice, arena, nbytes, seconds, len(recomputed))
             self.planned_choices[choice] = planned
         return self.planned_choices[choice]
 
     @property
     def _input_nbytes(self) -> int:
-        """Bytes of the first block's input that are saved."""
+        """Bytes of the first block's input if it is saved, else 0."""
         is_saved = self.block.saves_input or self.num_two_pass_blocks
         return self.block.stream_nbytes if is_saved else 0
 
     @property
     def _all_calls_nbytes(self) -> int:
-        """Bytes of the process for the calls of a whole chain that recomputes nothing."""
+        """Bytes of the process, beside the arena, for the calls of a graph that recomputes nothing (Python objects)."""
         return self.call_nbytes * self.calls
 
     def seconds_bound(self, nbytes: int) -> float:
-        """Return a lower bound of the seconds that a choice of `nbytes` adds, from the strategies measured so far."""
+        """Return a lower bound of the seconds that recomputation adds if the graph has `nbytes`; inf if none fits."""
         solution = self._solve(self._make_solver(nbytes), nbytes)
         return math.inf if solution is None else solution.seconds
 
     def fastest_within(self, nbytes: int, below: float = math.inf) -> PlannedChoice | None:
-        """Build choices until one comes close to `nbytes`; return the fastest choice of at most `nbytes`, or None.
-
-        below  limit of the estimated added seconds; slower choices are not built
-        """
+        """Return what to save so that recomputation adds the fewest seconds and arena and calls take `nbytes`; None if
+        none fits. Graphs are built until one comes close to `nbytes`, but none that adds `below` seconds or more by
+        estimate."""
         aim_nbytes = nbytes
         for _ in range(PLAN_ROUNDS):
             solution = self._solve_measured(nbytes + nbytes // 16, aim_nbytes, below)
@@ -187,17 +186,16 @@ class BlockChain:
         return choice in self.planned_choices and self.planned_choices[choice].nbytes > nbytes
 
     def _may_fit(self, nbytes: int, below: float) -> bool:
-        """Whether the choice of the fewest bytes is worth building."""
+        """Whether to build the choice of the fewest bytes: it may fit `nbytes` and add less than `below` seconds."""
         max_nbytes = nbytes * (1 + SLACK)
         if self.floor(num_two_pass_blocks=self.num_two_pass_blocks) > max_nbytes:
             return False
         return self.smallest_choice.nbytes <= max_nbytes and self.smallest_choice.seconds < below
 
     def _solve_measured(self, nbytes: int, aim_nbytes: int, below: float) -> ChainSolution | None:
-        """Return the fastest choice of at most `aim_nbytes` bytes, all of whose strategies are measured.
-
-        Unmeasured strategies count with their lower bounds, so no other choice is faster.
-        """
+        """Return the choice that adds the fewest seconds within `aim_nbytes`, after measuring its strategies; None if
+        none fits. Other strategies count with lower bounds, so no other choice is faster. `nbytes` is the size of the
+        solver's table."""
         while True:
             solution = self._solve(self._make_solver(nbytes), aim_nbytes)
             if solution is None or solution.seconds >= below:
@@ -207,10 +205,8 @@ class BlockChain:
                 return solution
 
     def _plan_around(self, choice: RecomputeChoice, nbytes: int) -> None:
-        """Build the choice; if it takes about `nbytes`, also build choices whose last block saves a little more.
-
-        The last block's backward pass comes first and often has bytes to spare.
-        """
+        """Build the graph that saves by this choice; if it takes about `nbytes`, also graphs whose last block saves a
+        little more, as its backward pass comes first and often has bytes to spare."""
         if self.plan_choice(choice).nbytes > nbytes * (1 + CLOSE):
             return
         for strategy in self.block.strategies:
@@ -218,7 +214,7 @@ class BlockChain:
                 self.plan_choice(replace(choice, inner=(*choice.inner[:-1], strategy)))
 
     def _solve(self, solver: ChainSolver | TwoPassSolver, nbytes: int) -> ChainSolution | None:
-        """Return the solver's fastest choice whose arena and calls take at most `nbytes`."""
+        """Return the solver's fastest choice whose arena and calls take at most `nbytes`; None if none fits."""
         aim_nbytes = nbytes - self._all_calls_nbytes
         while (solution := solver.best_choice(aim_nbytes)) is not None:
             over = aim_nbytes + self._all_calls_nbytes + self.call_nbytes * solution.calls - nbytes
@@ -228,10 +224,11 @@ class BlockChain:
         return solution
 
     def _make_solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwoPassSolver:
-        """Return a solver over the strategies of a block; with `keep_nothing`, over those that save nothing."""
+        """Return a solver that finds choices of at most `nbytes`; with `keep_nothing`, of strategies that save
+        nothing."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
-            options = block.bare_options if keep_nothing else block.options
+            options = block.lean_options if keep_nothing else block.options
             return ChainSolver(block, count, head_work, options, nbytes, self._input_nbytes)
 
         later_solver = of(self.block, self.count - self.num_two_pass_blocks, self.head_work)
@@ -240,10 +237,9 @@ class BlockChain:
         return TwoPassSolver(of(self.two_pass_costs, self.num_two_pass_blocks, 0), later_solver)
 
     def floor(self, gradients_wait: bool = True, num_two_pass_blocks: int = 0) -> int:
-        """Return a lower bound of the arena: the backward pass of the second block, or of a block that runs twice.
-
-        gradients_wait  gradients wait for clipping, except those of the first `num_two_pass_blocks` blocks
-        """
+        """Return a lower bound of the arena's bytes, whatever is recomputed: what the backward pass needs in the second
+        block, or in a block that runs backward twice, with gradients of later blocks if these wait for clipping
+        (`gradients_wait`)."""
         if self.count < 2:
             return 0
         block = self.block
@@ -259,10 +255,10 @@ class BlockChain:
 
     @cached_property
     def smallest_choice(self) -> "SmallestChoice":
-        """The choice of the fewest estimated bytes, with its bytes and added seconds."""
+        """What to save for the fewest estimated bytes of arena and calls, whatever it costs in seconds."""
         block = self.block
         max_nbytes = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
-        max_nbytes += block.head_reserve + 2 * max(option.work for option in block.bare_options)
+        max_nbytes += block.head_reserve + 2 * max(option.work for option in block.lean_options)
         coarse = self._make_solver(max_nbytes, keep_nothing=True)
         fine = self._make_solver(coarse.min_nbytes + coarse.min_nbytes // 20, keep_nothing=True)
         candidates, aims = [], np.geomspace(fine.max_nbytes, max_nbytes, NUM_AIMS).astype(int)
@@ -276,7 +272,7 @@ class BlockChain:
 
 @dataclass(frozen=True, slots=True)
 class SmallestChoice:
-    """The choice of the fewest estimated bytes, which include those of calls, with its added seconds."""
+    """The choice of saved values with the fewest estimated bytes (arena and calls), and the seconds that it adds."""
 
     nbytes: int
     seconds: float
@@ -284,7 +280,8 @@ class SmallestChoice:
 
 
 def checkpoint_spacing(chain: BlockChain) -> int:
-    """Return a = sqrt(n v / u): of n blocks, u bytes inside, v between, every a-th input is saved. Chen et al. 2016."""
+    """Return the spacing a of saved block inputs that needs the fewest bytes: a = sqrt(n v / u) for n blocks with u
+    bytes inside each and v between two. Chen et al. 2016."""
     block_costs = chain.block
     block_nbytes = block_costs.num_parts * sum(block_costs.value_nbytes)
     return max(round(math.sqrt(chain.count * block_costs.stream_nbytes / block_nbytes)), 1)

@@ -38,7 +38,7 @@ BlockRun = tuple[int, int, int, int, SlotRows]
 
 @dataclass(frozen=True, slots=True)
 class ChainSolution:
-    """A choice with its strategies of blocks, and the estimated seconds and calls that it adds.
+    """The fastest choice of recomputation that a solver found, with the estimated seconds and calls that it adds.
 
     two_pass_strategies  strategies of the blocks that run backward twice
     """
@@ -51,7 +51,7 @@ class ChainSolution:
 
 
 class ChoiceBuilder:
-    """Collects ranks, strategies and added calls while a solver walks back through its table."""
+    """Collects a RecomputeChoice, its strategies and the calls it adds while a solver walks back through its table."""
 
     def __init__(self, count: int) -> None:
         self.stream_ranks, self.inner = [0] * (count + 1), [InnerRanks()] * count
@@ -62,14 +62,14 @@ class ChoiceBuilder:
         return saved_values.RecomputeChoice(tuple(self.stream_ranks), tuple(self.inner))
 
     def add_block(self, at: int, option: BlockOption, rank: int) -> None:
-        """Run block `at` by the option, `rank` recomputations deep."""
+        """Let block `at` save and recompute by `option`; it runs `rank` recomputations deep, 0 if only once."""
         self.strategies.add(option.keep)
         self.calls += option.calls
         self.inner[at] = tuple((place, rank + extra_rank) for place, extra_rank in option.keep)
 
 
 class SolverMove(NamedTuple):
-    """A move: option k as `move` k, a split before block j as -j.
+    """A move: option k for the first block of a run (`move` k), or a split before block j (`move` -j).
 
     min_slots  fewest slots with which the move is possible
     seconds    seconds of the move itself; each row of `rest` adds its own
@@ -83,10 +83,11 @@ class SolverMove(NamedTuple):
 
 
 class ChainSolver:
-    """Finds the least added seconds for n of `count` equal blocks in m slots of memory.
+    """Finds the fewest seconds that recomputing adds to n of `count` equal blocks in m slots (units) of memory.
 
     A run of blocks begins with an option, which processes the first block and saves its output, or with a split: only
     the input of block j is saved, the blocks from j on are processed, and then the first j blocks run again.
+
     inner       table of runs whose output gradient is known, by number of blocks
     outer_rows  table of runs that end with the head
     """
@@ -126,7 +127,7 @@ class ChainSolver:
         return math.ceil(nbytes / self.slot_nbytes)
 
     def _moves(self, n: int, rows: SlotRows) -> Iterator[SolverMove]:
-        """Yield the possible moves for the first of n blocks, each with what it leaves to the other blocks."""
+        """Yield the possible moves, ways to begin a run of n blocks; `rows` is the table `inner` or `outer_rows`."""
         waiting_slots = 0 if rows is self.inner else self.head_reserve
         for k, option in enumerate(self.options):
             kept_slots, work_slots = self.sizes[k]
@@ -148,7 +149,7 @@ class ChainSolver:
                 yield SolverMove(-j, min_slots, j * self.block.forward_seconds, remaining_rows)
 
     def best_choice(self, nbytes: int) -> ChainSolution | None:
-        """Return the fastest choice within `nbytes` of the solver's bytes; None if nothing fits."""
+        """Return what to save within `nbytes` so that recomputing the rest adds the fewest seconds; None if too few."""
         num_blocks, num_slots = self.count, self.chain_slots(nbytes)
         if num_slots < 0 or not np.isfinite(self.outer_rows[num_blocks][num_slots]):
             return None
@@ -158,11 +159,11 @@ class ChainSolver:
         return ChainSolution(builder.choice, frozenset(builder.strategies), seconds, builder.calls)
 
     def chain_slots(self, nbytes: int) -> int:
-        """Return the slots of `nbytes` that remain beside the chain's input."""
+        """Return how many of the table's slots (units of memory) are in `nbytes`, less those of the chain's input."""
         return min(int(nbytes / self.slot_nbytes), self.num_slots) - self.input_slots
 
     def add_moves(self, block_run: BlockRun, builder: ChoiceBuilder) -> None:
-        """Trace the table back and add the best options and splits of a run of blocks to the builder."""
+        """Walk back through the table from a run of blocks; tell the builder the best option or split at each block."""
         runs = [block_run]
         while runs:
             first_block, n, m, rank, slot_rows = runs.pop()
@@ -183,7 +184,7 @@ class ChainSolver:
             runs.append((first_block + 1, n - 1, m - self.sizes[move][0], rank, slot_rows))
 
     def _best_move(self, n: int, m: int, rows: SlotRows) -> int:
-        """Return the number of the best move for the first of n blocks in m slots."""
+        """Return the best way to begin a run of n blocks in m slots: k for option k, -j for a split before block j."""
         moves = (move for move in self._moves(n, rows) if move.min_slots <= m)
         return min(
             moves, key=lambda move: move.seconds + sum(row[m - move.min_slots] for row in move.rest)
@@ -191,11 +192,11 @@ class ChainSolver:
 
     @property
     def min_nbytes(self) -> int:
-        """The fewest bytes in which a choice fits; all of the solver's bytes if none does."""
-        return self.least_of(self.outer_rows[self.count])
+        """The fewest bytes within which some choice of saved values fits; `max_nbytes` if none does."""
+        return self.min_fitting(self.outer_rows[self.count])
 
-    def least_of(self, slot_row: np.ndarray) -> int:
-        """Return the fewest bytes at which a row of the table is finite."""
+    def min_fitting(self, slot_row: np.ndarray) -> int:
+        """Return the fewest bytes at which a row of the table (seconds by slots of memory) is finite, so it fits."""
         fitting = np.flatnonzero(np.isfinite(slot_row))
         min_slots = int(fitting[0]) + self.input_slots if len(fitting) else self.num_slots
         return min(math.ceil((min_slots + 0.5) * self.slot_nbytes), self.max_nbytes)

@@ -26,7 +26,8 @@ NUM_CHAIN_BLOCKS = 3  # blocks of the chain; the middle one counts
 
 @dataclass(frozen=True)
 class MiddleBlock:
-    """The first of `num_parts` parts in which a block processes its rows; made by `middle`.
+    """A block between equal blocks, for pricing what it saves: the first of `num_parts` parts of its rows. See
+    `middle`.
 
     stream_nbytes  bytes of a value of the stream between two blocks; each block has `num_parts` of them
     calls          calls of the part, as written, from value `input_id` to value `output_id`
@@ -54,27 +55,28 @@ class MiddleBlock:
 
     @cached_property
     def read_places(self) -> list[int]:
-        """Places of values that the backward pass reads."""
+        """Indices, in `value_ids`, of the values that the backward pass reads."""
         return [place for place, t in enumerate(self.value_ids) if t in self.read]
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Places of the values through which every path from the block's input to its output goes."""
+        """Indices of the cuts: values that every path from the block's input to its output passes, so that either side
+        can be recomputed without the other."""
         between = ((i, self._needed({self.output_id}, {t})) for i, t in enumerate(self.value_ids))
         return [i for i, calls in between if all(self.input_id not in c.reads for c in calls)]
 
     @cached_property
     def front(self) -> list[KeptSet]:
-        """Sets of values worth saving, on the Pareto front of bytes and seconds."""
+        """Sets of values worth saving: no other set saves as few bytes and recomputes in as few seconds."""
         return front(self.calls, self.value_ids, self.nbytes, self.input_id, self.read, self.cuts)
 
     def num_recomputed_calls(self, places: Iterable[int]) -> int:
-        """Return how many calls are recomputed if the values at these places are saved."""
+        """Return how many calls the backward pass recomputes if these values, by index in the block, are saved."""
         kept_values = {self.input_id, *(self.value_ids[place] for place in places)}
         return sum(call.is_counted for call in self._needed(self.read - kept_values, kept_values))
 
-    def free(self, seconds: float) -> tuple[int, ...]:
-        """Return places of values to save; recomputing the others, the cheapest by byte, takes at most `seconds`."""
+    def places(self, seconds: float) -> tuple[int, ...]:
+        """Return indices of values to save so that recomputing others, cheapest per byte, takes at most `seconds`."""
         kept_values, nbytes = set(self.read), dict(zip(self.value_ids, self.nbytes, strict=True))
         price = {t: self._seconds({t}, kept_values - {t}) / nbytes[t] for t in self.value_ids}
         for t in sorted(kept_values, key=lambda t: (price[t], self.value_ids.index(t))):
@@ -83,7 +85,7 @@ class MiddleBlock:
         return tuple(place for place, t in enumerate(self.value_ids) if t in kept_values)
 
     def _seconds(self, targets: set[int], kept_values: set[int]) -> float:
-        """Return the seconds to compute `targets` from saved values."""
+        """Return the seconds to compute the values `targets` from the block's input and `kept_values`."""
         calls = self._needed(targets - kept_values, {self.input_id, *kept_values})
         return sum(call.seconds for call in calls)
 
@@ -92,7 +94,7 @@ class MiddleBlock:
         return {t: call for call in self.calls for t in call.results}
 
     def _needed(self, targets: Iterable[int], kept_values: Collection[int]) -> set[BlockCall]:
-        """Return the calls that compute `targets` from `kept_values`."""
+        """Return the calls that compute the values `targets` from `kept_values`, directly or through others."""
         needed_calls, stack = set[BlockCall](), list(targets)
         while stack:
             t = stack.pop()
@@ -106,7 +108,8 @@ class MiddleBlock:
 def middle(
     built: BuiltGraph, placed: Placed, space: str, call_price: Callable[[Call], float]
 ) -> MiddleBlock:
-    """Return the middle block of a short chain that is placed as `placed`; `call_price` gives the seconds of a call."""
+    """Return calls, values and bytes of the middle one of three blocks, given their training graph, which saves
+    everything. `space` is the memory whose bytes count; `call_price` gives the seconds of a call."""
     num_parts = len(built.stream) // (NUM_CHAIN_BLOCKS + 1)
     # the calls of each part; first those before any block
     part_calls = saved_values.split_calls(built.stream)
@@ -136,10 +139,8 @@ def middle(
 def _live_nbytes(
     built: BuiltGraph, placed: Placed, num_parts: int, split: list[list[Call]], space: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `needed_nbytes` and `kept_nbytes` of the middle block's backward pass.
-
-    A step counts with what it reads or writes, not with values for later steps or values that other blocks save.
-    """
+    """Return `needed_nbytes` and `kept_nbytes` of the middle block's backward pass, see MiddleBlock. A step counts with
+    what it reads or writes, not with values for later steps or values that other blocks save."""
     first_step, last_step = backward_steps(placed, built, num_parts)[1]
     steps, stored = placed.steps[first_step : last_step + 1], storage_lifetimes(placed, space)
     blocks = [inner_values(calls) for calls in split[2 * num_parts : 3 * num_parts]]
@@ -170,10 +171,9 @@ def is_free_call(call: Call) -> bool:
 
 
 def backward_steps(placed: Placed, built: BuiltGraph, num_parts: int) -> dict[int, tuple[int, int]]:
-    """Return, by block, the first step with a gradient of its output and the last step that computes one of its input.
-
-    All parts of a block run backward before those of the block below. The first block has no entry without a gradient.
-    """
+    """Return, by block, the first and last step of its backward pass: where bytes are measured to price recomputation.
+    It begins where the output's gradient is complete and ends with that of the input, each in all `num_parts` parts of
+    the rows. The first block is left out if no gradient of its input is computed."""
     serials = [step.call.serial for step in placed.steps]
     end_steps = list[list[int]]()
     for at in range(0, len(built.stream), num_parts):

@@ -14,7 +14,7 @@ MAX_SETS = 12  # sets of a block on each Pareto front
 
 
 class KeptSet(NamedTuple):
-    """A set of saved values: their bytes, the seconds to recompute all others, and their places."""
+    """A set of a block's values to save: their bytes, the seconds to recompute what else is read, and their indices."""
 
     saved: int
     recompute_seconds: float
@@ -34,10 +34,10 @@ def front(
     calls: Sequence[BlockCall], value_ids: Sequence[int], nbytes: Sequence[int], input_id: int,
     read_values: Collection[int], cuts: Collection[int],
 ) -> list[KeptSet]:  # fmt: skip
-    """Return sets of a block's values, a Pareto front for each set of saved cuts.
+    """Return sets of a block's values worth saving: a Pareto front of bytes and seconds for each set of saved cuts.
 
     calls        calls of the block, from `input_id` on
-    value_ids    values that could be saved, by place; `nbytes` are the bytes of each
+    value_ids    values that could be saved, by place (index in the block); `nbytes` are the bytes of each
     read_values  values that the backward pass reads
     cuts         places of values on every path through the block
     """
@@ -61,7 +61,7 @@ def front(
 def _recompute_seconds(
     calls: Sequence[BlockCall], start: int, reads: Collection[int], masks: Mapping[int, np.ndarray]
 ) -> np.ndarray:
-    """Return the seconds to recompute `reads` from `start` for each of many sets; masks[t]: the sets that save t."""
+    """Return the seconds to recompute `reads` from `start`, by set of saved values; masks[t]: the sets that save t."""
     absent_masks = {t: ~mask for t, mask in masks.items()} | {start: np.False_}
     needed: dict[int, np.ndarray | np.bool_] = dict.fromkeys(reads, np.True_)
     total_seconds = np.zeros(len(next(iter(masks.values()), (0,))))
@@ -76,7 +76,7 @@ def _recompute_seconds(
 
 
 def _pareto(set_indices: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
-    """Return the Pareto front, thinned to MAX_SETS: its ends and the points farthest below their neighbours."""
+    """Return the indices on the Pareto front, at most MAX_SETS: its ends and the points farthest below neighbours."""
     sorted_sets = set_indices[np.lexsort((seconds[set_indices], saved[set_indices]))]
     min_seconds = np.minimum.accumulate(seconds[sorted_sets])
     is_better = np.append(True, min_seconds[1:] < min_seconds[:-1] - 1e-12)
@@ -91,8 +91,8 @@ def _pareto(set_indices: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> 
     return [index for _, _, index in points]
 
 
-def least_again(points: Sequence[KeptSet], saved: float) -> float:
-    """Return the least recomputed seconds for saving `saved` bytes on average: the points' lower convex hull."""
+def min_added_seconds(points: Sequence[KeptSet], saved: float) -> float:
+    """Return the least seconds to recompute if blocks save `saved` bytes on average: the sets' lower convex hull."""
     hull: list[tuple[float, float]] = []
     for point in sorted((candidate.saved, candidate.recompute_seconds) for candidate in points):
         while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):

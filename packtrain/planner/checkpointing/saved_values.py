@@ -17,7 +17,7 @@ InnerRanks = tuple[tuple[int, int], ...]  # (place, rank) pairs of a block, see 
 
 
 class BuiltGraph(NamedTuple):
-    """A training graph, the residual stream through its blocks, and the gradient of each forward value."""
+    """A training graph, the residual stream (the values between its blocks), and the gradient of each forward value."""
 
     graph: Graph
     stream: list[Tensor]
@@ -26,10 +26,12 @@ class BuiltGraph(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """Ranks for `differentiate` by place in the chain: of values between blocks, and inside blocks.
+    """Which values a chain of blocks saves, as ranks by place: of values between blocks, and inside blocks.
 
     Rank 0 is saved, OFFLOADED saved in the process's memory, 1 saved when the segment after a saved one is recomputed.
-    inner  by block: (place among the block's results, rank) pairs; (INPUT_PLACE, OFFLOADED) offloads its input
+
+    stream  ranks of the values between blocks, each block's input
+    inner   by block: (place, rank) pairs; a place is a value's index in the block; INPUT_PLACE is the block's input
     """
 
     stream: tuple[int, ...]
@@ -42,11 +44,10 @@ class RecomputeChoice:
         return RecomputeChoice(self.stream, (*moved_inner, last_block[1]))
 
     def tensor_ranks(self, stream: Sequence[Tensor], with_input: bool = True) -> dict[Tensor, int]:
-        """Return ranks of tensors for the stream of a new graph; what blocks share is saved.
-
-        The stream's first value is saved `with_input`; else, as embeddings, it is looked up again just before use.
-        If blocks process their rows in parts, the stream has a value for each part, and all parts save equally.
-        """
+        """Return the choice for a newly built graph, given its residual stream (the values between blocks): tensor ->
+        rank, 0 to save it, more to recompute it, see `differentiate`. What several blocks read is saved. The stream's
+        first value is saved `with_input`; else, as embeddings, it is looked up again just before use. If blocks process
+        their rows in parts, the stream has a value for each part, and all parts save equally."""
         num_parts = len(stream) // len(self.stream)
         split = split_calls(stream)
         first_calls = split[:num_parts] if with_input else []
@@ -69,7 +70,7 @@ class RecomputeChoice:
 
 
 def offload_ranks(inner: InnerRanks, with_input: bool = True) -> InnerRanks:
-    """Return a block's ranks with its saved values offloaded; `with_input` also offloads its input."""
+    """Return a block's (place, rank) pairs with the saved values moved to host memory; `with_input`: its input, too."""
     moved_ranks = tuple((place, OFFLOADED if rank == 0 else rank) for place, rank in inner)
     return ((INPUT_PLACE, OFFLOADED), *moved_ranks) if with_input else moved_ranks
 
@@ -79,7 +80,8 @@ def is_offloaded(inner: InnerRanks) -> bool:
 
 
 def split_calls(stream: Sequence[Tensor]) -> list[list[Call]]:
-    """Return the calls that lead to each value of the stream, as written; the first list has those before any block."""
+    """Return the calls that compute each value of the residual stream from the one before: a block's, or those of a
+    part of its rows. The first list has the calls before any block."""
     end_serials = [t.call.serial for t in stream if t.call is not None]
     calls_by_value: list[list[Call]] = [[] for _ in stream]
     for call in Graph({str(index): t for index, t in enumerate(stream)}).calls:
@@ -88,7 +90,7 @@ def split_calls(stream: Sequence[Tensor]) -> list[list[Call]]:
 
 
 def _shared_values(split: Sequence[Sequence[Call]]) -> set[Tensor]:
-    """Return values of a block that later blocks read, such as keys, and the stream."""
+    """Return the values of blocks that later blocks read: shared keys and values, and the residual stream itself."""
     home = {t: at for at, calls in enumerate(split) for call in calls for t in call.results}
     reads = [(at, t) for at, calls in enumerate(split) for call in calls for t in call.reads]
     bases = [(at, t.shared or t) for at, t in reads]
@@ -96,12 +98,12 @@ def _shared_values(split: Sequence[Sequence[Call]]) -> set[Tensor]:
 
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:
-    """Return the values that a block could save: results with bytes but the last, which is the next stream value."""
+    """Return the values within a block that it could save: results with bytes but the last, the next block's input."""
     return [t for call in calls if not call.op.view for t in call.results][:-1]
 
 
 def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:
-    """Return for each value of `template` the value of this block that has its place."""
+    """Return, for each value of the block `template`, this block's value; if it lacks one, the input of that op."""
     if len(inner_tensors) == len(template):
         return inner_tensors
     remaining, matched = deque(inner_tensors), dict[Tensor, Tensor]()
@@ -115,7 +117,7 @@ def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[T
 
 
 def _is_alike(tensor: Tensor, peer: Tensor) -> bool:
-    """Whether two tensors match by op, name within the block and number of axes: widths of blocks may differ."""
+    """Whether values of two blocks match by op, name within the block and number of axes: widths may differ."""
     tensor_key, peer_key = (
         (type(_producer(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (tensor, peer)
     )
@@ -129,7 +131,7 @@ def _producer(t: Tensor) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """A strategy of a block with its added seconds and recomputed calls.
+    """A strategy of a block (`keep`) with the bytes it takes, and the seconds and recomputed calls it adds.
 
     keep   (place, rank) pairs; rank 0 is saved, OFFLOADED waits in the process's memory, rank 1 is recomputed first
     saved  bytes that the block saves; below 0 if its input is offloaded
@@ -148,17 +150,17 @@ class BlockOption:
 
 
 def aligned_nbytes(spec: Spec) -> int:
-    """Return the bytes that a tensor takes in an arena."""
+    """Return the bytes that a tensor takes in an arena, rounded up to ALIGNMENT."""
     return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def uniform_choice(count: int, kept_places: Sequence[int]) -> RecomputeChoice:
-    """Return a choice in which every block saves the same inner values, and all stream values are saved."""
+    """Return a choice by which all `count` blocks save their input and their values with the indices `kept_places`."""
     inner = tuple((place, 0) for place in kept_places)
     return RecomputeChoice((0,) * (count + 1), (inner,) * count)
 
 
 def spaced_choice(count: int, spacing: int) -> RecomputeChoice:
-    """Return a choice that saves every `spacing`-th stream value and nothing else."""
+    """Return a choice of recomputation that saves the input of every `spacing`-th block and nothing else."""
     stream = [0 if i % spacing == 0 or i == count else 1 for i in range(count + 1)]
     return RecomputeChoice(tuple(stream), ((),) * count)

@@ -18,7 +18,7 @@ WORKS = 12  # amounts of work for which a knapsack is solved
 
 
 class TwoPassSolver:
-    """Finds the least added seconds for a chain whose first blocks run backward twice.
+    """Finds the least added seconds for a chain whose first blocks run backward twice, first for the gradients' norm.
 
     first_solver  solver of the first blocks; its `inner` table serves blocks that are recomputed together
     later         solver of the later blocks, for the same number of bytes
@@ -30,7 +30,7 @@ class TwoPassSolver:
         self.rows = {work_slots: self._work_rows(work_slots) for work_slots in self._work_amounts()}
 
     def _work_amounts(self) -> list[int]:
-        """Return WORKS amounts of slots that options need beside saved values, or that a few recomputed blocks need."""
+        """Return WORKS sizes, in slots, of what a backward pass may need beside saved values; each gets a table."""
         first = self.first_solver
         works = {self._extra_work(kept_slots, work_slots) for kept_slots, work_slots in first.sizes}
         works |= {int(np.isfinite(row).argmax()) for row in first.inner if np.isfinite(row[-1])}
@@ -41,7 +41,7 @@ class TwoPassSolver:
         return max(work_slots - (kept_slots - self.first_solver.stream_slots), 0)
 
     def _work_rows(self, work_slots: int) -> chain_solver.SlotRows:
-        """Fill the table of first blocks whose backward passes need at most `work_slots` beside saved values."""
+        """Return table rows by number of first blocks, whose backward passes need at most `work_slots`."""
         later = self.later
         left = np.arange(later.num_slots + 1) - later.head_reserve - later.count * later.reserve
         slot_rows = [np.where(left >= work_slots, later.outer_rows[-1], np.inf)]
@@ -54,7 +54,7 @@ class TwoPassSolver:
         return slot_rows
 
     def _moves(self, rows: chain_solver.SlotRows, work_slots: int) -> Iterator[SolverMove]:
-        """Yield the possible moves for the next earlier block; rows[m] is the table of m first and all later blocks."""
+        """Yield the possible moves, options or splits, for the next earlier block; rows[m] is the table of m blocks."""
         first, end = self.first_solver, self.first_solver.num_slots + 1
         for k, option in enumerate(first.options):
             kept_slots, extra_work = first.sizes[k][0], self._extra_work(*first.sizes[k])
@@ -67,7 +67,7 @@ class TwoPassSolver:
                 yield SolverMove(-j, slots, 2 * seconds, [rows[-j][: end - slots]])
 
     def best_choice(self, nbytes: int) -> ChainSolution | None:
-        """Return the fastest choice within `nbytes` of the solvers' bytes; None if nothing fits."""
+        """Return what to save within `nbytes` so that recomputing the rest adds the fewest seconds; None if too few."""
         first, later_solver = self.first_solver, self.later
         slots = later_solver.chain_slots(nbytes)
         if slots < 0:
@@ -98,5 +98,5 @@ class TwoPassSolver:
 
     @property
     def min_nbytes(self) -> int:
-        """The fewest bytes in which a choice fits; all of the solvers' bytes if none does."""
-        return self.later.least_of(np.minimum.reduce([rows[-1] for rows in self.rows.values()]))
+        """The fewest bytes within which some choice of saved values fits; `max_nbytes` if none does."""
+        return self.later.min_fitting(np.minimum.reduce([rows[-1] for rows in self.rows.values()]))

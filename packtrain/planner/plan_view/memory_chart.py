@@ -28,7 +28,7 @@ HALO_STYLE = f'fill="{STRONG}" stroke="#fff" stroke-width="3" paint-order="strok
 def chart_svg(
     plan: Plan, *, rectangles: int = MAX_RECTANGLES, **about: Unpack[scenes.SceneOptions]
 ) -> str:
-    """Return the SVG text with at most `rectangles` rectangles, the largest ones. See SceneOptions for the others."""
+    """Return a plan as an SVG picture; only the largest `rectangles` buffers are drawn. `about`: see SceneOptions."""
     scene = scenes.PlanScene(plan, **about)
     frame = ChartFrame(scene.last, scene.max_nbytes)
     # the legend's row of lines and their sizes, below the categories
@@ -49,7 +49,7 @@ def chart_svg(
 
 @dataclass(frozen=True, slots=True)
 class ChartFrame:
-    """Maps steps 0 to `last` and bytes 0 to `max_nbytes` to coordinates of the picture."""
+    """Maps steps 0 to `last` and bytes 0 to `max_nbytes` to x and y in the picture."""
 
     last: int
     max_nbytes: int
@@ -65,7 +65,7 @@ class ChartFrame:
 
 
 def _rectangle_paths(scene: PlanScene, frame: ChartFrame, max_rectangles: int) -> Iterator[str]:
-    """Yield one SVG path for each category, with the rectangles of its buffers."""
+    """Yield an SVG path for each category, such as gradients, with the rectangles of its buffers."""
     largest_buffers = sorted(scene.buffers, key=frame.area, reverse=True)[:max_rectangles]
     for category in scene.used():
         path = "".join(_rectangle_path(b, frame) for b in largest_buffers if b.category == category)
@@ -73,7 +73,7 @@ def _rectangle_paths(scene: PlanScene, frame: ChartFrame, max_rectangles: int) -
 
 
 def _rectangle_path(b: Buffer, frame: ChartFrame) -> str:
-    """Return the path of a buffer's rectangle; large ones have a gap around them."""
+    """Return the SVG path commands of a buffer's rectangle; large ones leave a gap to their neighbours."""
     x, x_end = frame.x(b.start), frame.x(b.end)
     y, y_base = frame.y(b.offset + b.nbytes), frame.y(b.offset)
     x_end -= 0.5 if x_end - x > 4 else 0
@@ -82,7 +82,7 @@ def _rectangle_path(b: Buffer, frame: ChartFrame) -> str:
 
 
 def _live_paths(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
-    """Yield the stacked categories of live bytes; each column shows its fullest step."""
+    """Yield SVG paths of the lower chart: bytes alive over time, stacked by category, and measured memory as a line."""
     num_columns = min(MAX_COLUMNS, scene.last)
     columns = scenes.fullest_steps(scene.live_nbytes, num_columns)
     stack = scene.live_nbytes[:, columns].cumsum(axis=0)
@@ -98,7 +98,7 @@ def _live_paths(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
 
 
 def _live_height(nbytes: float, frame: ChartFrame) -> float:
-    """Return the y coordinate of a number of live bytes."""
+    """Return the y in the lower chart for a number of live bytes."""
     return BELOW - (BELOW - LIVE_TOP) * nbytes / frame.max_nbytes
 
 
@@ -118,7 +118,7 @@ def _axes(frame: ChartFrame) -> Iterator[str]:
 
 
 def byte_ticks(max_nbytes: int, max_steps: int) -> list[int]:
-    """Return multiples of a power of two from 0 to `max_nbytes`, in at most `max_steps` steps."""
+    """Return ticks of an axis of bytes: multiples of a power of two up to `max_nbytes`, at most `max_steps` + 1."""
     tick_step = 1
     while max_nbytes // tick_step > max_steps:
         tick_step *= 2
@@ -126,7 +126,7 @@ def byte_ticks(max_nbytes: int, max_steps: int) -> list[int]:
 
 
 def step_ticks(last: int, max_steps: int) -> list[int]:
-    """Return multiples of 1, 2 or 5 times a power of ten from 0 to `last`, in at most `max_steps` steps."""
+    """Return ticks of an axis of steps: multiples of 1, 2 or 5 times a power of ten, at most `max_steps` + 1."""
     sizes = (factor * 10**power for power in range(20) for factor in (1, 2, 5))
     tick_step = next(size for size in sizes if last // size <= max_steps)
     return list(range(0, last + 1, tick_step))
@@ -148,7 +148,7 @@ def _line(x_start: float, x_end: float, y: float, line_kind: str) -> str:
 
 
 def _legend(scene: PlanScene) -> str:
-    """Return the legend's row of categories; squares are filled like the rectangles."""
+    """Return the legend's squares with the names of the categories, as SVG elements."""
     elements, x = [], 24
     for category in scene.used():
         elements.append(f'<rect x="{x}" y="87" width="11" height="11" {_fill(category)}/>')

@@ -20,7 +20,7 @@ MAX_LATER_NAMES = 6  # names shown of tensors that reuse a rectangle's bytes; ot
 
 
 def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
-    """Return the HTML text of the page."""
+    """Return an interactive HTML page that shows the plan without loading anything. `about`: see SceneOptions."""
     scene = scenes.PlanScene(plan, **about)
     script = asset_text(__package__, "page.js")
     sections = {
@@ -47,12 +47,12 @@ def content_hash(text: str) -> str:
 
 
 def script_safe(text: str) -> str:
-    """Escape JSON so that it cannot close its <script> element."""
+    """Escape `<`, `>` and `&` in JSON, so that the text cannot close its <script> element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script_data(scene: PlanScene) -> dict[str, Any]:
-    """Return the data for the script: a column for each field of a buffer."""
+    """Return what page.js draws, for JSON: buffers as one list for each field, and levels, samples and the peak."""
     buffers = scene.buffers
     op_indices = {op: k for k, op in enumerate(dict.fromkeys([b.op for b in buffers]))}
     arena = scene.arena
@@ -60,7 +60,7 @@ def _script_data(scene: PlanScene) -> dict[str, Any]:
         "start": [b.start for b in buffers], "end": [b.end for b in buffers], "offset": [b.offset for b in buffers],
         "nbytes": [b.nbytes for b in buffers], "category": [scenes.CATEGORIES.index(b.category) for b in buffers],
         "op": [op_indices[b.op] for b in buffers], "name": [printable_text(b.name) for b in buffers],
-        "later": {k: names for k, b in enumerate(buffers) if len(b.tensors) > 1 and (names := _later(b))},
+        "later": {k: names for k, b in enumerate(buffers) if len(b.tensors) > 1 and (names := _later_names(b))},
         "ops": [printable_text(op) for op in op_indices],
         "categories": [[category, COLORS[category]] for category in scenes.CATEGORIES], "dashes": scenes.DASHES,
         "levels": [[level.line_kind, level.nbytes] for level in scene.levels], "samples": scene.samples,
@@ -68,8 +68,8 @@ def _script_data(scene: PlanScene) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _later(b: Buffer) -> list[str]:
-    """Return names of the tensors that reuse the bytes of the buffer's first tensor."""
+def _later_names(b: Buffer) -> list[str]:
+    """Return names of the tensors that reuse the bytes of the buffer's first tensor, at most MAX_LATER_NAMES."""
     names = [name for name in b.tensors if name != b.name]
     num_hidden = len(names) - MAX_LATER_NAMES
     visible_names = [printable_text(name) for name in names[:MAX_LATER_NAMES]]
@@ -77,7 +77,7 @@ def _later(b: Buffer) -> list[str]:
 
 
 def _legend(scene: PlanScene) -> str:
-    """Return the legend: the colours of the rectangles, then the lines."""
+    """Return the legend as HTML list items: the colours of categories, then the kinds of lines."""
     color_items = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
     line_items = (
         f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{scenes.DASHES[kind]}"/></svg>{text}</li>'
@@ -94,7 +94,7 @@ def _swatch(category: str) -> str:
 
 
 def _peak_buffer_rows(scene: PlanScene) -> str:
-    """Return table rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
+    """Return HTML table rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
     buffer_indices = {b: k for k, b in enumerate(scene.buffers)}
     shown, remaining = scene.peak_buffers
     table_rows = [
@@ -115,7 +115,7 @@ def _number_cells(scene: PlanScene, nbytes: int) -> str:
 
 
 def _byte_rows(scene: PlanScene) -> str:
-    """Return rows of the bytes table: the plan, its total, measurement and budget."""
+    """Return HTML table rows of all bytes of the process: by purpose, their total, the measured peak, the budget."""
     share = scene.arena.nbytes / max(scene.total_nbytes, 1)
     table_rows: list[tuple[str, str, int, str]] = [("", *row) for row in scene.memory_rows]
     table_rows.append(("", "arena", scene.arena.nbytes, f"drawn here, {share:.1%} of the whole"))

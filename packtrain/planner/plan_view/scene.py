@@ -31,7 +31,7 @@ MemorySamples = Sequence[tuple[float, int]]  # step, bytes of the process
 
 @dataclass(frozen=True, slots=True)
 class SceneLevel:
-    """A horizontal line in the picture: the arena, its lower bound, or what the budget leaves for it."""
+    """A horizontal line in the picture: the arena's size, its lower bound, or what the budget leaves for it."""
 
     line_kind: str
     legend_text: str
@@ -39,7 +39,7 @@ class SceneLevel:
 
 
 class SceneOptions(TypedDict, total=False):
-    """Optional keywords of a picture of a plan.
+    """Optional keywords of functions that draw a plan.
 
     rows           (name, bytes, reason) of all memory outside the arena; by default weights and states
     budget_nbytes  budget for the rows and the arena together
@@ -111,7 +111,7 @@ class PlanScene:
 
     @property
     def samples(self) -> list[tuple[float, int]]:
-        """Return (step, bytes) of the measured memory, less bytes outside the arena; a peak alone gives a flat line."""
+        """(step, bytes) points of measured memory less what lies outside the arena; a peak gives a flat line."""
         samples = [] if self.measured is None else self.measured
         if isinstance(samples, int):
             samples = [(0, samples), (self.last, samples)]
@@ -146,13 +146,13 @@ class PlanScene:
 
     @property
     def legend_lines(self) -> list[tuple[str, str]]:
-        """Kind and text of every horizontal line, for the legend: a text in the drawing would be struck through."""
+        """(kind, text) of every horizontal line for the legend: a text beside the line would be struck through."""
         measured_lines = [("measured", self.measured_text)] if self.samples else []
         return [*((level.line_kind, level.legend_text) for level in self.levels), *measured_lines]
 
     @property
     def max_nbytes(self) -> int:
-        """Height of the picture in bytes, with a margin."""
+        """Bytes at the top of the picture: the highest line, with a margin."""
         heights = [level.nbytes for level in self.levels] + [nbytes for _, nbytes in self.samples]
         return int(1.08 * max(heights)) + 1
 
@@ -178,24 +178,25 @@ class PlanScene:
         return buffers[:NUM_PEAK_BUFFERS], buffers[NUM_PEAK_BUFFERS:]
 
     def share(self, nbytes: int) -> float:
-        """Return the share that `nbytes` is of the bytes alive at the peak."""
+        """Return the share that `nbytes` has of the bytes alive at the peak."""
         return nbytes / max(self.arena.lower_bound, 1)
 
     def used(self) -> list[str]:
-        """Return the categories that occur, in their fixed order."""
+        """Return the categories of buffers that occur in this plan, in the order of COLORS."""
         present_categories = {b.category for b in self.buffers}
         return [category for category in CATEGORIES if category in present_categories]
 
 
 def fullest_steps(live: np.ndarray, num_spans: int) -> np.ndarray:
-    """Split time into `num_spans` equal parts; return the step of the most live bytes in each, int64 (parts,)."""
+    """Split time into `num_spans` equal parts; return the step at which most bytes are alive in each, int64
+    (parts,)."""
     total, edges = live.sum(axis=0), np.linspace(0, live.shape[1], num_spans + 1).astype(np.int64)
     spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return np.array([a + int(total[a : max(b, a + 1)].argmax()) for a, b in spans], np.int64)
 
 
 def printable_text(text: str, max_length: int = 80) -> str:
-    """Return a name that is safe to show: without control characters, at most `max_length` characters long."""
+    """Return a text from a file that is safe to show: no control characters, at most `max_length` characters."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() else "�" for c in text)
     return text if len(text) <= max_length else text[: max_length - 1] + "…"

@@ -23,7 +23,7 @@ FREE_CELL = -1
 def terminal_text(
     plan: Plan, width: int = 80, *, color: bool = False, **about: Unpack[scenes.SceneOptions]
 ) -> str:
-    """Return lines of at most `width` columns, at least 40. See SceneOptions for the other options."""
+    """Draw a plan as text for a terminal, at most `width` columns wide, at least 40. `about`: see SceneOptions."""
     width = max(width, 40)
     scene = scenes.PlanScene(plan, **about)
     column_steps = scenes.fullest_steps(scene.live_nbytes, width - MARGIN)
@@ -33,7 +33,7 @@ def terminal_text(
     for k in range(NUM_LINES):
         upper_row, below = heights[2 * NUM_LINES - 1 - 2 * k], heights[2 * NUM_LINES - 2 - 2 * k]
         cells = zip(upper_row.tolist(), below.tolist(), strict=True)
-        lines.append(f"{marks[k]:>{MARGIN - 2}} ┤" + "".join(_cell(a, b, color) for a, b in cells))
+        lines.append(f"{marks[k]:>{MARGIN - 2}} ┤" + "".join(_glyph(a, b, color) for a, b in cells))
     live_nbytes = scene.live_nbytes.sum(axis=0)
     eighths = -(-live_nbytes[column_steps] * 8 // max(int(live_nbytes.max(initial=0)), 1))
     lines.append(f"{'alive':>{MARGIN - 2}}  " + "".join(BARS[n] for n in eighths.tolist()))
@@ -42,13 +42,13 @@ def terminal_text(
 
 
 def _summary_lines(scene: PlanScene, width: int) -> list[str]:
-    """Return the summary, wrapped only between facts."""
+    """Return the scene's summary in lines of at most `width` columns, wrapped only between facts."""
     summary = scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· ")
     return [line.replace("\u00a0", " ") for line in textwrap.wrap(summary, width)]
 
 
 def _category_grid(scene: PlanScene, steps: np.ndarray) -> np.ndarray:
-    """Return the category of the byte in the middle of each row, from the bottom, at each step."""
+    """Return the category's index of what the arena holds, or FREE_CELL, int (rows from the bottom, steps)."""
     grid = np.full((2 * NUM_LINES, len(steps)), FREE_CELL)
     row_nbytes = scene.max_nbytes / len(grid)
     for b in scene.buffers:
@@ -59,7 +59,7 @@ def _category_grid(scene: PlanScene, steps: np.ndarray) -> np.ndarray:
 
 
 def _line_labels(scene: PlanScene) -> list[str]:
-    """Return the labels of the lines: sizes at the bottom and at the levels."""
+    """Return the axis label of each line of the picture: 0 at the bottom, sizes at the levels, else ""."""
     line_labels = [""] * NUM_LINES
     line_labels[-1] = "0 B"
     for level in scene.levels:
@@ -68,34 +68,35 @@ def _line_labels(scene: PlanScene) -> list[str]:
     return line_labels
 
 
-def _cell(upper_kind: int, lower_kind: int, color: bool) -> str:
-    """Return one character for two rows; without colour, a mixed cell has the shade of its lower half."""
-    if upper_kind == lower_kind == FREE_CELL:
+def _glyph(upper: int, lower: int, color: bool) -> str:
+    """Return a half-block character for two rows of the picture, given the index of each one's category or FREE_CELL.
+    Without colour, it has the shade of the lower one."""
+    if upper == lower == FREE_CELL:
         return " "
-    if FREE_CELL in (upper_kind, lower_kind):
-        sign, category_index = ("▄", lower_kind) if upper_kind == FREE_CELL else ("▀", upper_kind)
+    if FREE_CELL in (upper, lower):
+        sign, category_index = ("▄", lower) if upper == FREE_CELL else ("▀", upper)
         return f"\x1b[38;5;{_color_code(category_index)}m{sign}\x1b[0m" if color else sign
     if not color:
-        return SHADES[CATEGORIES[lower_kind]]
-    return f"\x1b[38;5;{_color_code(upper_kind)};48;5;{_color_code(lower_kind)}m▀\x1b[0m"
+        return SHADES[CATEGORIES[lower]]
+    return f"\x1b[38;5;{_color_code(upper)};48;5;{_color_code(lower)}m▀\x1b[0m"
 
 
 def _legend(scene: PlanScene, width: int, color: bool) -> list[str]:
     category_indices = [CATEGORIES.index(category) for category in scene.used()]
-    entries = [f"{_cell(kind, kind, color)} {CATEGORIES[kind]}" for kind in category_indices]
+    entries = [f"{_glyph(kind, kind, color)} {CATEGORIES[kind]}" for kind in category_indices]
     per_line = len(CATEGORIES) if width >= 72 else 3  # entries to a line
     return ["  ".join(entries[k : k + per_line]) for k in range(0, len(entries), per_line)]
 
 
 def _color_code(category_index: int) -> int:
-    """Return the nearest colour of the terminal's 6 × 6 × 6 cube."""
+    """Return the number of a category's colour among the terminal's 6 × 6 × 6 colours."""
     hex_digits = COLORS[CATEGORIES[category_index]].removeprefix("#")
     red, green, blue = (round(int(hex_digits[k : k + 2], 16) / 51) for k in (0, 2, 4))
     return 16 + 36 * red + 6 * green + blue
 
 
 def _axis_line(scene: PlanScene, steps: np.ndarray) -> str:
-    """Return the line below the picture: the peak under its column, and the last step if there is room."""
+    """Return the line below the picture, which marks the peak under its column and the last step if there is room."""
     peak_step, width = scene.arena.peak_step, len(steps)
     peak_text, last_text = f"↑ peak, op {peak_step:,}", f"{scene.last - 1:,}"
     column = int(np.searchsorted(steps, peak_step))

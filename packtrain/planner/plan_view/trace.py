@@ -49,7 +49,7 @@ def _metadata_event(event_name: str, thread: int, name: str) -> TraceEvent:
 
 
 def _buffer_lanes(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """Divide buffers into the fewest lanes in which none overlap, as slices of a trace's thread must not."""
+    """Divide buffers into the fewest lists in which none overlap in time, as slices of a trace's thread must not."""
     lanes: list[list[Buffer]] = []
     lane_ends: list[tuple[int, int]] = []  # a heap: last end of each lane, its number
     for b in sorted(buffers, key=lambda b: (b.start, -b.nbytes)):

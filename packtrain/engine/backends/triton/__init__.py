@@ -28,7 +28,7 @@ def runs_on(x: Any) -> bool:
 
 
 def lazy_kernel(module: str, name: str) -> Callable[..., Any]:
-    """Return a kernel by module and name; the module is imported at the kernel's first call."""
+    """Return a function that calls kernel `name` of a module here, which is imported at the first call."""
 
     def run_kernel(*args: Any, **attrs: Any) -> Any:
         return getattr(import_module(f"{__name__}.{module}"), name)(*args, **attrs)
@@ -37,8 +37,8 @@ def lazy_kernel(module: str, name: str) -> Callable[..., Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a Triton kernel on the device of its first argument; on tensors without values (`meta`), do nothing, so that
-    only temporaries are measured."""
+    """Run a Triton kernel on the device of its first argument; on `meta` tensors, do nothing, so that only temporaries
+    are measured."""
     if not args[0].is_meta and all(grid):
         with import_module("torch").cuda.device_of(args[0]):
             kernel[grid](*args, **constants)

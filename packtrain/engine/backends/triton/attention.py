@@ -17,7 +17,7 @@ FACTORS = {"PRECISION": "tf32x3"}
 
 @triton.jit
 def query_offsets(queries, heads, width, M: tl.constexpr, D: tl.constexpr):
-    """Return a program's batch, query ids and element ids, and the head's offsets in (B, T, H, D) and (B, H, T)."""
+    """Return a program's batch, query ids and element ids, and its head's offsets in (B, T, H, D) and (B, H, T)."""
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     query_ids, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     head_offset = (batch * queries * heads + head) * width
@@ -30,7 +30,7 @@ def visible_mask(
     batch, rows, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the mask (queries, keys) of the keys that the queries of a batch see."""
+    """Return the mask (queries, keys) of the keys that a program's block of queries may attend to."""
     mask = (rows < queries)[:, None] & (key_ids < keys)[None, :]
     if HAS_POSITIONS:
         q_position = tl.load(q_pos + batch * queries + rows, mask=rows < queries, other=0)
@@ -53,18 +53,18 @@ def visible_mask(
 
 @triton.jit
 def read(x, row_ids, column_ids, num_rows, width, row_stride):
-    """Load a block of rows (N, D) in f32, with 0 outside the array."""
+    """Load a block of rows of x as f32 (rows, columns), with 0 outside the array."""
     mask = (row_ids < num_rows)[:, None] & (column_ids < width)[None, :]
     pointers = x + row_ids.to(tl.int64)[:, None] * row_stride + column_ids[None, :]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def across(
+def row_dot(
     x, y, x_ids, y_ids, x_count, y_count, width, x_step, y_step,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return products (M, N) of rows of x and rows of y, SLICE elements at a time: more do not fit into registers."""
+    """Return dot products (M, N) of rows of x and of y, SLICE elements at a time: more do not fit into registers."""
     z = tl.zeros((M, N), tl.float32)
     for d_start in tl.static_range(0, D, min(D, SLICE)):
         d = d_start + tl.arange(0, min(D, SLICE))
@@ -75,7 +75,7 @@ def across(
 
 @triton.jit
 def masked_scores(products, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return scores (queries, keys), -inf where hidden, and the slope of the softcap."""
+    """Return attention's scores (queries, keys), -inf where hidden, and the softcap's slope at each."""
     z = products * scale
     slope = z
     if HAS_SOFTCAP:
@@ -86,7 +86,7 @@ def masked_scores(products, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _store_results(y, lse, output, row_max, row_sum, rows, d, queries, width, row_stride):
-    """Write results and log-sum-exps, 0 for a query without keys."""
+    """Write a block's results (output / row_sum) and log-sum-exps; both are 0 for a query that sees no key."""
     is_empty = row_sum == 0
     safe_sum = tl.where(is_empty, 1.0, row_sum)
     to = y + rows.to(tl.int64)[:, None] * row_stride + d[None, :]
@@ -120,7 +120,7 @@ def _attend(
             HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
         )  # fmt: skip
         if tl.max(mask.to(tl.int32)) > 0:
-            products = across(
+            products = row_dot(
                 q + at, k + kv_offset, query_ids, key_ids, queries, keys, width, heads * width, kv * width,
                 M, N, D, PRECISION
             )  # fmt: skip
@@ -143,7 +143,7 @@ def kernel_flags(q_pos, q_seq, length, softcap):
 
 
 def tile_sizes(width):
-    """Return queries, keys and head elements of a tile, and warps, as registers allow."""
+    """Return (queries, keys, head elements, warps) of a tile for heads of this width, as registers allow."""
     d = max(power_of_two(width), 16)
     return (64, 32, d, 4) if d <= 64 else (32, 16, d, 8) if d <= 128 else (16, 16, d, 8)
 
@@ -164,7 +164,7 @@ def attention(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale,
 
 @triton.jit
 def _dy_dot_y(sums, dy, y, queries, heads, width, M: tl.constexpr, D: tl.constexpr):
-    """Store the sum of dy * y for each query and head."""
+    """Store sum(dy * y) for each query and head, which the softmax's gradient needs."""
     _, query_ids, d, head_offset, lse_offset = query_offsets(queries, heads, width, M, D)
     products = read(dy + head_offset, query_ids, d, queries, width, heads * width)
     products *= read(y + head_offset, query_ids, d, queries, width, heads * width)
@@ -176,14 +176,14 @@ def _score_grads(
     q, k, v, dy, sums, lse, rows, key_ids, mask, queries, keys, heads, kv, width, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return probabilities (queries, keys), and gradients of the products of queries and keys."""
+    """Return a tile's probabilities (queries, keys), and the gradients of the products q k^T."""
     sizes = queries, keys, width, heads * width, kv * width
     z, cap_slope = masked_scores(
-        across(q, k, rows, key_ids, *sizes, M, N, D, PRECISION), mask, scale, softcap, HAS_SOFTCAP
+        row_dot(q, k, rows, key_ids, *sizes, M, N, D, PRECISION), mask, scale, softcap, HAS_SOFTCAP
     )
     p = tl.exp(z - tl.load(lse + rows, mask=rows < queries, other=0.0)[:, None])
     row_sums = tl.load(sums + rows, mask=rows < queries, other=0.0)
-    ds = (across(dy, v, rows, key_ids, *sizes, M, N, D, PRECISION) - row_sums[:, None]) * p * scale
+    ds = (row_dot(dy, v, rows, key_ids, *sizes, M, N, D, PRECISION) - row_sums[:, None]) * p * scale
     if HAS_SOFTCAP:
         ds *= cap_slope
     return p, ds

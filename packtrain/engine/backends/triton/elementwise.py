@@ -78,7 +78,7 @@ def _split_kernel(high, low, x, n, BLOCK: tl.constexpr):
 
 
 def split_bf16(x):
-    """Return two bf16 that add up to about x (f32, a matrix or a transposed one): x rounded, and the rest."""
+    """Return two bf16 tensors that add up to about x (f32, a matrix or a transposed one): x rounded, and the rest."""
     if not x.is_contiguous() and x.mT.is_contiguous():
         return tuple(half.mT for half in split_bf16(x.mT))
     x = x.contiguous()

@@ -10,7 +10,7 @@ BLOCK = 4096
 
 @triton.jit
 def _logit(logits, bias, offsets, num_columns, softcap, BIASED: tl.constexpr, CAPPED: tl.constexpr):
-    """Load logits; return them with and without the softcap, -inf beyond the last column."""
+    """Load some logits of a row, plus bias; return them with and without the softcap, -inf beyond the last column."""
     mask = offsets < num_columns
     z = tl.load(logits + offsets, mask=mask, other=-float("inf"))
     if BIASED:
@@ -22,11 +22,11 @@ def _logit(logits, bias, offsets, num_columns, softcap, BIASED: tl.constexpr, CA
 
 
 @triton.jit
-def _turn(
+def _to_grads(
     logits, bias, target, weight, lse, num_columns, softcap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a row over its logits."""
+    """Turn a row's logits into the gradients of its loss, in place: (softmax - onehot(target)) * weight."""
     for start in range(0, num_columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         z, _ = _logit(logits, bias, offsets, num_columns, softcap, BIASED, CAPPED)
@@ -69,12 +69,12 @@ def _row(
     if BACK:
         tl.debug_barrier()
         weight = tl.where(target < 0, 0.0, tl.load(weights + row))
-        _turn(logits, bias, target, weight, lse, num_columns, softcap, BIASED, CAPPED, BLOCK)
+        _to_grads(logits, bias, target, weight, lse, num_columns, softcap, BIASED, CAPPED, BLOCK)
 
 
 def losses_and_gradients(logits, losses, right, targets, weights, bias, softcap, has_gradients):
-    """Write losses (N,) of logits (N, V) f32, and if not None `right` (N,), 1 where the target's logit is largest; with
-    `has_gradients`, write gradients over the logits and return them."""
+    """Write the cross-entropy losses (N,) of logits (N, V) f32, and if not None `right` (N,), 1 where the target's
+    logit is largest; with `has_gradients`, write gradients over the logits and return them."""
     rows, columns = logits.shape
     optional_inputs = (logits if t is None else t for t in (bias, losses, right, targets, weights))
     flags = {"BIASED": bias is not None, "CAPPED": softcap > 0}

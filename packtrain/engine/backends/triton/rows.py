@@ -10,7 +10,7 @@ BLOCK = 1024  # ids that are compared at a time
 
 @triton.jit
 def _add(dest, x, ids, num_ids, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Run one program for each id: the first program of equal ids adds all their rows, the others do nothing."""
+    """Add rows of x: of the programs, one for each id, the first with an id adds all rows of that id, others none."""
     program, at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     target_id, mask = tl.load(ids + program), column < num_columns
     has_earlier = 0

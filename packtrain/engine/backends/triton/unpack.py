@@ -90,8 +90,8 @@ def _unpack(
 
 
 def unpack_blocks(y, x, code):
-    """Unpack blocks x (N, bytes of a block) u8 into y (N, values of a block) f32, both dense, with the CPU's bits;
-    return False if the function of `code` needs a word that WORDS lacks."""
+    """Dequantize blocks x (N, bytes of a block) u8 into y (N, values of a block) f32, both dense, with the CPU's bits;
+    return False if the function of `code`, a type's unpacking, needs what Triton lacks here."""
     function = _triton_function(code)
     if function is not None:
         options = {"UNPACK": function, "BYTES": x.shape[1], "VALUES": y.shape[1], "SIZE": SIZE}
@@ -101,8 +101,8 @@ def unpack_blocks(y, x, code):
 
 @cache
 def _triton_function(code):
-    """Return the function of a code compiled by Triton, with WORDS in place of the words for compiled kernels; None if
-    WORDS lacks a word."""
+    """Compile the unpacking function of `code` with Triton, with WORDS in place of the CPU's words; None if WORDS lacks
+    one."""
     source_function, bindings, words = code.function, dict[str, object](), ()
     for name in source_function.__code__.co_names:
         value = source_function.__globals__.get(name)

@@ -31,7 +31,7 @@ def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _partial_squares(partial_sums, x, n, BLOCK: tl.constexpr):
-    """Store the sum of squares, in f64, of blocks that lie as far apart as there are programs."""
+    """Store this program's share of the sum of x**2, in f64: of every k-th block, for k programs."""
     program, block_sums = tl.program_id(0).to(tl.int64), tl.zeros((BLOCK,), tl.float64)
     for block_start in range(program * BLOCK, n, tl.num_programs(0) * BLOCK):
         offsets = block_start + tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def _sum_partials(y, partial_sums, acc, num_partials, ADDED: tl.constexpr, BLOCK
 
 
 def adamw(w, g, m, v, hyper, gate, decay):
-    """Update f32 w, m and v in place; nothing changes if the gate is not finite."""
+    """Update weights w and moments m and v, f32, in place by AdamW; nothing changes if `gate` is not finite."""
     n = w.numel()
     launch(_adamw, (blocks(n, BLOCK),), w, g, m, v, hyper, gate, n, DECAY=decay, BLOCK=BLOCK)
 

@@ -271,9 +271,9 @@ def make_chain(
     """Create the sampler chain of a sequence that begins with `prompt`. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
     breakers = _breaker_tokens(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}
-    ends = sorted(tokenizer.eog_ids, key=lambda id: (id != tokenizer.eot, id != tokenizer.eos))
+    eog_ids = sorted(tokenizer.eog_ids, key=lambda id: (id != tokenizer.eot, id != tokenizer.eos))
     infill_tokens = (
-        lambda id: b"" if tokenizer.token_types[id] in (CONTROL, UNKNOWN) else tokenizer.piece(id), ends,
+        lambda id: b"" if tokenizer.token_types[id] in (CONTROL, UNKNOWN) else tokenizer.piece(id), eog_ids,
     )  # fmt: skip
     return Chain(sampling, seed, prompt, breakers, grammar, infill_tokens)
 

@@ -40,7 +40,7 @@ def private_nbytes_of(pid: int) -> int:
 class WatchedRun(NamedTuple):
     """A command that has ended: `out` and `said` are its standard output and error, `peak` is in bytes.
 
-    `pages` is the most that a file had in memory, and `resident` the most of both at one moment.
+    `pages` is the most that files had in memory, and `resident` the most of both at one moment.
     """
 
     code: int
@@ -52,12 +52,26 @@ class WatchedRun(NamedTuple):
     resident: int = 0
 
 
+def written_nbytes(output: Path) -> int:
+    """Return the bytes of pages in memory of a file that is being written under a temporary name."""
+    nbytes = 0
+    for path in output.parent.glob(f".{output.name}.*.part"):
+        with contextlib.suppress(OSError, ValueError):  # renamed by now, or still empty
+            nbytes += MappedFile(path).resident_nbytes()
+    return nbytes
+
+
 def run_watched(
-    *command: object, typed: str = "", variables: Mapping[str, str] = {}, mapped: Path | None = None
+    *command: object,
+    typed: str = "",
+    variables: Mapping[str, str] = {},
+    mapped: Path | None = None,
+    written: Path | None = None,
 ) -> WatchedRun:
     """Run a command with `typed` on its standard input, and with these variables in its environment.
 
-    mapped  a file whose pages in memory are watched, too
+    mapped   a file whose pages in memory are watched, too
+    written  a file whose pages are watched while it is written
     """
     watched_file, pages, resident = mapped and MappedFile(mapped), 0, 0
     if watched_file:
@@ -79,6 +93,7 @@ def run_watched(
                 sample_start = time.monotonic()
                 private = private_nbytes_of(process.pid)
                 nbytes = watched_file.resident_nbytes() if watched_file else 0
+                nbytes += written_nbytes(written) if written else 0
                 peak, pages = max(peak, private), max(pages, nbytes)
                 resident = max(resident, private + nbytes)
                 # no more than a quarter of a core, or the command takes longer for being watched
@@ -97,7 +112,8 @@ def run_packtrain(
     typed: str = "",
     variables: Mapping[str, str] = {},
     mapped: Path | None = None,
+    written: Path | None = None,
 ) -> WatchedRun:
     """One of packtrain's commands, watched."""
     command = sys.executable, "-m", "packtrain", *arguments
-    return run_watched(*command, typed=typed, variables=variables, mapped=mapped)
+    return run_watched(*command, typed=typed, variables=variables, mapped=mapped, written=written)

@@ -15,7 +15,9 @@ from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 from packtrain.conversion.calibration.block_streams import StreamPair
+from packtrain.conversion.calibration.calibrated_rounding import PART, MatrixSlice
 from packtrain.conversion.calibration.importance_matrix import load_importance
+from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quant.quantized_arrays import quantize as packed
 from packtrain.models.model_file import open_model
@@ -158,6 +160,18 @@ def test_it_stays_in_its_memory(tmp_path: Path, capsys, monkeypatch):
         )
         read.append(int(line.split()[2].replace(",", "")))
     assert read[0] >= read[1] >= 1024
+
+
+def test_as_many_values_of_whole_rows_are_read_at_a_time_however_few_columns_are_rounded():
+    read_sizes, values = list[int](), np.zeros((64, 32 * PART // 256), np.float32)
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        read_sizes.append(values[start:stop].size)
+        return values[start:stop]
+
+    array = packed(values, DTYPES["q4_0"])
+    MatrixSlice.of(array, read_rows, slice(0, 32), None, 1).round_plainly()
+    assert sum(read_sizes) == values.size and max(read_sizes) <= PART
 
 
 TOO_FEW = r"few.txt has [\d,]+ tokens, too few to say what a model is for; 1,024 are needed"

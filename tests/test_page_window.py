@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,14 @@ import packtrain as pt
 from benchmarks.watched import run_packtrain
 from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.events import Events
 from packtrain.common.mapped_file import MappedFile, limited_pages, mapped_file
 from packtrain.common.memory import parse_size, private_nbytes
 from packtrain.common.option_rules import check_rules
+from packtrain.conversion.calibration import calibration_inputs
+from packtrain.conversion.calibration.calibration_inputs import best_reading, reading_plans
+from packtrain.conversion.calibration.merge_writer import AdapterMerge
+from packtrain.dtypes import DTYPES
 from packtrain.engine import page_window
 from packtrain.engine.backends import target
 from packtrain.engine.executor import Stopped
@@ -28,9 +34,13 @@ from packtrain.gguf import GGUF, write_gguf
 from packtrain.inference.kv_cache import Context
 from packtrain.models.adapter_file import read_adapter
 from packtrain.models.model_file import open_model
+from packtrain.models.model_with_adapters import read_scaled
 from packtrain.planner import resident_limit
+from packtrain.workflows.calibration_data import calibration
+from packtrain.workflows.imatrix_run import ImatrixSettings
 from packtrain.workflows.model_server import ServeSettings
-from tests.architectures import random_model
+from tests.adapters import random_adapter
+from tests.architectures import CONFIGS, random_model
 from tests.hostile_requests import Ask
 from tests.kill import sample_chats
 from tests.servers import serve_process
@@ -447,3 +457,70 @@ def test_a_server_with_two_contexts_has_no_limit_on_pages(name):
     settings = ServeSettings(Path("base.gguf"), resident="2GiB", **{name: True})
     with pytest.raises(InputError, match=f"--{name} needs a second context, which --resident does"):
         check_rules(settings)
+
+
+# ---- files that are written ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> Path:
+    """A folder with a model of many blocks, of which a window shows few, an adapter of it, and conversations."""
+    folder = tmp_path_factory.mktemp("deep")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(CONFIGS, "deep", replace(CONFIGS["llama"], block_count=16))
+        random_model(folder / "base.gguf", "deep")
+    random_adapter(folder / "adapter.gguf", open_model(folder / "base.gguf"))
+    (folder / "chats.jsonl").write_text(sample_chats())
+    return folder
+
+
+def arguments(folder: Path, command: str) -> list[str | Path]:
+    base, output, data = folder / "base.gguf", folder / "out.gguf", folder / "chats.jsonl"
+    return {
+        "merge": ["merge", base, folder / "adapter.gguf", "-o", output, "--overwrite"],
+        "quantize": ["quantize", base, output, "Q4_0", "--pure", "--overwrite"],
+        "quantize with data": [
+            *("quantize", base, output, "Q4_0", "--pure", "--overwrite", "--calibrate", data),
+        ],
+        "imatrix": ["imatrix", base, "--data", data, "-o", output, "--overwrite"],
+    }[command]
+
+
+@needs_pages
+@pytest.mark.parametrize("command", ["merge", "quantize", "quantize with data", "imatrix"])
+def test_a_file_is_written_in_a_window_over_what_is_read_and_written(deep, command):
+    """Pages of both, and private memory, from outside; a refusal names a size that runs."""
+    command_line, base = arguments(deep, command), deep / "base.gguf"
+    refused = run_packtrain(*command_line, "--resident", "10MiB")
+    assert refused.code == 3
+    (size,) = re.findall(r"(\d+MiB)(?: would do)?$", refused.said.strip())
+    watched = {"mapped": base, "written": deep / "out.gguf"}
+    done = run_packtrain(*command_line, "--resident", size, **watched)
+    assert done.code == 0, done.said
+    assert done.resident <= parse_size(size, "size") and done.pages < base.stat().st_size * 0.7
+    if "data" not in command:  # of which a small limit reads less
+        limited_bytes = (deep / "out.gguf").read_bytes()
+        assert run_packtrain(*command_line).code == 0
+        assert limited_bytes == (deep / "out.gguf").read_bytes()
+
+
+@needs_pages
+def test_matrices_are_rounded_with_data_in_a_window_to_the_same_bits(deep, tmp_path, monkeypatch):
+    """Rows that pass are given back, also those that were written; those of the window stay until it drops them."""
+    monkeypatch.setattr(calibration_inputs, "MAX_TOKENS", 1024)
+    base = open_model(deep / "base.gguf")
+    adapters = read_scaled([str(deep / "adapter.gguf")], base.gguf)
+    merge = AdapterMerge(base, adapters, DTYPES["q4_0"], use_data=True)
+    rows = calibration(
+        ImatrixSettings(base.gguf.path, deep / "chats.jsonl", Path()), base, Events()
+    )
+    plan = next(reading_plans(merge.adapted, merge.calibrated, rows.time, rows.windows))
+    for name, limit in (("free", None), ("window", plan.window_nbytes)):
+        with limited_pages(limit):
+            merge.write_file(tmp_path / name, "merged", plan, rows)
+    resident = [MappedFile(path).resident_nbytes() for path in (base.gguf.path, tmp_path / name)]
+    assert sum(resident) <= plan.window_nbytes < base.gguf.nbytes * 0.6
+    sizes = merge.adapted, merge.calibrated, rows.time, rows.windows
+    assert best_reading(*sizes, plan.nbytes, page_nbytes=plan.window_nbytes) == plan
+    assert best_reading(*sizes, plan.nbytes, page_nbytes=plan.window_nbytes - 1) != plan
+    assert (tmp_path / "free").read_bytes() == (tmp_path / "window").read_bytes()

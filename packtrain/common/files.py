@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from packtrain.common.errors import InputError
+from packtrain.common.mapped_file import page_budget
 
 Check = Callable[[Path], object]  # checks a complete file before its renaming; `bool` accepts all
 NUMBERS = count()  # of temporary files: if several threads write one file, the last rename wins
-SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
+SYNC_WRITE, SYNC_ALL = 2, 7  # SYNC_FILE_RANGE_…: start writing, without waiting; and wait for it
 # Windows has no fcntl, hence no lock
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
@@ -135,10 +136,19 @@ class _TempFile(io.FileIO):
 
 
 def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
-    """Start writing a range of a file to the disk while more is produced, so that syncing is quick at the end."""
+    """Start writing a range of a file to the disk while more is produced, so that syncing is quick at the end.
+
+    Where pages are limited, those before the range leave memory, once they are on the disk.
+    """
     if sys.platform == "linux":
-        args = file.fileno(), ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_WRITE
-        getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0)(*args)
+        sync, descriptor = (
+            getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0),
+            file.fileno(),
+        )
+        sync(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_WRITE)
+        if page_budget.get() and start:
+            sync(descriptor, ctypes.c_int64(0), ctypes.c_int64(start), SYNC_ALL)
+            os.posix_fadvise(descriptor, 0, start, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,11 +1,12 @@
-"""Files mapped to be read, whose pages can be asked for and given back."""
+"""Mapped files, whose pages can be asked for and given back."""
 
 import ctypes
+import math
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,21 +14,25 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.common.errors import InputError
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.memory import parse_size, private_nbytes
 
 # the system reads no more than it thinks fit of each request, and of large ones only the beginning
 PREFETCH_NBYTES = 1 << 20
+OVERHEAD_NBYTES = 24 << 20  # for compiled kernels, and for what runs allocate for moments
+SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
 
 
 class MappedFile(mmap.mmap):
-    """A file, mapped read-only from end to end. Arrays over it keep it open."""
+    """A file, mapped from end to end, read-only unless it is `writable`. Arrays over it keep it open."""
 
     path: Path
     descriptor: int
 
-    def __new__(cls, path: Path) -> "MappedFile":
-        with open(path, "rb") as file:
-            self = super().__new__(cls, file.fileno(), 0, access=mmap.ACCESS_READ)
+    def __new__(cls, path: Path, *, writable: bool = False) -> "MappedFile":
+        with open(path, "r+b" if writable else "rb") as file:
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self = super().__new__(cls, file.fileno(), 0, access=access)
             self.path, self.descriptor = path, os.dup(file.fileno())
         weakref.finalize(self, os.close, self.descriptor)
         return self
@@ -48,6 +53,7 @@ class MappedFile(mmap.mmap):
         """Give the pages of these bytes back to the system, shared ones included; the next access reads them again."""
         if sys.platform == "linux":
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.flush(start, stop - start)  # changed pages stay until they are on the disk
             self.madvise(mmap.MADV_DONTNEED, start, stop - start)
             nbytes = -(-(stop - start) // mmap.PAGESIZE) * mmap.PAGESIZE
             os.posix_fadvise(self.descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
@@ -88,29 +94,99 @@ class PageBudget:
     rows: dict[FileRange, int] = field(default_factory=dict)
     user: object = None
 
+    def admit(self, file: MappedFile) -> None:
+        """Let the pages of a file come and go as the budget says, from none on. Raises DoesNotFit if they stay."""
+        if file not in self.files:
+            file.release_all()
+            self.files.add(file)
+            if file.resident_nbytes() > self.nbytes:
+                fact = f"{file.path}: another program, or a file system in memory, keeps its pages"
+                raise DoesNotFit(f"{fact}; --resident cannot limit them, leave it out")
+
 
 page_budget = ContextVar[PageBudget | None]("page_budget", default=None)  # None: the system decides
 
 
 @contextmanager
-def limited_pages(nbytes: int | None) -> Iterator[None]:
+def limited_pages(limit: int | PageBudget | None) -> Iterator[None]:
     """`with limited_pages(n):` keeps at most n bytes of mapped files in memory; None leaves that to the system.
 
     Raises InputError where the system does not let go of pages.
     """
-    if nbytes is not None and sys.platform != "linux":
+    if limit is not None and sys.platform != "linux":
         raise InputError("--resident: only Linux lets a process give back pages of a file")
-    outer_budget = page_budget.set(None if nbytes is None else PageBudget(nbytes))
+    outer_budget = page_budget.set(PageBudget(limit) if isinstance(limit, int) else limit)
     try:
         yield
     finally:
         page_budget.reset(outer_budget)
 
 
-def release_pages(array: np.ndarray) -> None:
-    """Give the pages of an array back where pages are limited and the array is a view of a file."""
-    if page_budget.get() and (file := mapped_file(array)):
-        file.release(*file.byte_range(array))
+@contextmanager
+def more_pages(nbytes: int) -> Iterator[None]:
+    """`with more_pages(n):` adds n bytes, which may be negative, to the limit on resident pages, if there is one."""
+    budget = page_budget.get()
+    with limited_pages(None if budget is None else budget.nbytes + nbytes):
+        yield
+
+
+class WindowTooSmall(DoesNotFit):
+    """Raised if one call reads more weights than the limit lets stay in memory."""
+
+    def __init__(self, missing_nbytes: int) -> None:
+        super().__init__(
+            f"--resident leaves {missing_nbytes:,} bytes too little for what one call reads of the model"
+        )
+        self.missing_nbytes = missing_nbytes
+
+
+@contextmanager
+def pages_within(
+    resident: int | str | None, needed_nbytes: Callable[[], int], page_nbytes: int = 0,
+    shared: PageBudget | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Within the block, limit pages of mapped files to what `resident` leaves beside private memory; None: no limit.
+
+    needed_nbytes  returns the private bytes that will be allocated
+    page_nbytes    least bytes of pages; 0: known when graphs are bound
+    shared         the budget of what else keeps to this limit, for which it was made
+    Raises DoesNotFit, which names a size that would do, if one call reads more than that.
+    """
+    if resident is None:
+        yield
+        return
+    limit = parse_size(resident, "resident") if isinstance(resident, str) else resident
+    room = limit - private_nbytes() - OVERHEAD_NBYTES - needed_nbytes()
+    try:
+        if page_nbytes and room < page_nbytes:
+            raise WindowTooSmall(page_nbytes - room)
+        with limited_pages(shared or room):
+            yield
+    except WindowTooSmall as error:
+        sufficient = math.ceil((limit + error.missing_nbytes + SLACK_NBYTES) / (1 << 20))
+        raise DoesNotFit(f"--resident {resident}: {sufficient}MiB would do") from None
+
+
+@contextmanager
+def passing_pages(array: np.ndarray) -> Iterator[None]:
+    """`with passing_pages(array):` asks for an array's pages, and gives back those that no window keeps in memory.
+
+    Nothing happens where pages are not limited, or if the array is no view of a file.
+    """
+    budget, file = page_budget.get(), mapped_file(array)
+    if budget is None or file is None:
+        yield
+        return
+    budget.admit(file)
+    start, stop = file.byte_range(array)
+    is_kept = any(f is file and a <= start and stop <= b for f, a, b in budget.resident)
+    if not is_kept:
+        file.prefetch(start, stop)
+    try:
+        yield
+    finally:
+        if not is_kept:
+            file.release(start, stop)
 
 
 def mapped_file(array: np.ndarray) -> MappedFile | None:

@@ -33,6 +33,8 @@ T = TypeVar("T")
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 COLUMNS = "columns by other names: question=prompt,answer=completion; names with commas in quotes; common ones known"
+PAGES = "limit of private memory and of pages of the read and written model in memory, together, such as 2GiB"
+BOTH_LIMITS = {"memory": "{flag} limits private memory, too; give it without --memory"}
 # when a resumed run may change a setting: alike on all ranks, or only together with the optimizer
 ON_ALL_RANKS, WITH_OPTIMIZER = "on all ranks", "with the optimizer"
 Rules = str | Mapping[str, str]  # conditions, each with a reason, see common.option_rules

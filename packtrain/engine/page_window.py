@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.common.errors import DoesNotFit
-from packtrain.common.mapped_file import FileRange, PageBudget, mapped_file
+from packtrain.common.mapped_file import FileRange, PageBudget, WindowTooSmall, mapped_file
 from packtrain.engine.backends.host import HOST
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import KernelStep
@@ -27,16 +26,6 @@ from packtrain.engine.tensor import Tensor
 
 NUM_CYCLES = 3  # simulated runs, after which the pages at a run's end are those at its beginning
 Reads = Sequence[Mapping[str, int]]  # of each step: bytes that it reads, by weight
-
-
-class WindowTooSmall(DoesNotFit):
-    """Raised if one call reads more weights than the limit lets stay in memory."""
-
-    def __init__(self, missing_nbytes: int) -> None:
-        super().__init__(
-            f"--resident leaves {missing_nbytes:,} bytes too little for what one call reads of the model"
-        )
-        self.missing_nbytes = missing_nbytes
 
 
 @dataclass(slots=True)
@@ -210,12 +199,8 @@ class PageWindow:
     def begin_run(self) -> None:
         """Make memory hold what the schedule begins with, if another graph ran last or this one did not end."""
         budget = self.budget
-        for file in {file for file, *_ in self.ranges.values()} - budget.files:
-            file.release_all()
-            budget.files.add(file)
-            if file.resident_nbytes() > budget.nbytes:
-                fact = f"{file.path}: another program, or a file system in memory, keeps its pages"
-                raise DoesNotFit(f"{fact}; --resident cannot limit them, leave it out")
+        for file in {file for file, *_ in self.ranges.values()}:
+            budget.admit(file)
         if budget.user is not self:
             self._trim_rows(self.schedule.row_nbytes)
             at_start = {self.ranges[n]: self.sizes[n] for n in self.schedule.at_start}

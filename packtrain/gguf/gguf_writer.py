@@ -5,7 +5,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO
@@ -13,13 +13,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.common.files import Check, atomic_file, write_ahead
-from packtrain.common.mapped_file import release_pages
+from packtrain.common.mapped_file import passing_pages
 from packtrain.dtypes import DTYPES_BY_NUMPY, Dtype
 from packtrain.gguf import gguf_format
 from packtrain.gguf.gguf_format import KINDS, MAGIC, NAME_NBYTES, NUMPY_CODES, MetadataValue
 
 MAX_REUSED_NBYTES = 32 << 20  # the largest block whose memory glibc keeps
-WRITE_AHEAD_NBYTES = 8 << 20  # bytes that are handed to the disk at a time
+WRITE_AHEAD_NBYTES = 4 << 20  # bytes that are handed to the disk at a time
+PASSING_NBYTES = (
+    5 * WRITE_AHEAD_NBYTES
+)  # pages in memory where they are limited: two that are read, three written
 PieceQueue = SimpleQueue[memoryview | None]
 WrittenQueue = SimpleQueue[int | BaseException | None]
 LENGTH_STRUCT = struct.Struct("<Q")
@@ -37,11 +40,7 @@ class DeferredTensor:
     @classmethod
     def from_reader(cls, read_array: Callable[[str], np.ndarray], name: str) -> "DeferredTensor":
         """Return a tensor whose array is read only when it is written. Raises GGUFError for a type that GGUF lacks."""
-        array = read_array(name)
-        dtype = DTYPES_BY_NUMPY.get(array.dtype)
-        if dtype is None or dtype.number is None:
-            raise gguf_format.GGUFError(f"{name}: {array.dtype} values cannot be a GGUF tensor")
-        return cls(dtype, dtype.tensor_shape(array.shape), lambda: [read_array(name)])
+        return replace(_as_deferred(name, read_array(name)), make_parts=lambda: [read_array(name)])
 
     @property
     def nbytes(self) -> int:
@@ -156,18 +155,23 @@ def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: Writte
     """Write queued pieces, in a thread, until None or an error; report each piece's bytes, or the error, then None."""
     try:
         while (piece := piece_queue.get()) is not None:
-            ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
-            file.write(piece)
-            release_pages(np.asarray(piece))
-            ahead_end = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
-            if ahead_end > ahead_start:
-                write_ahead(file, ahead_start, ahead_end - ahead_start)
+            for at in range(0, piece.nbytes, WRITE_AHEAD_NBYTES):
+                _write_part(file, piece[at : at + WRITE_AHEAD_NBYTES])
             nbytes = piece.nbytes
             del piece  # its memory is free before the next part is made
             written_queue.put(nbytes)
     except BaseException as error:  # `_written_nbytes` raises it
         written_queue.put(error)
     written_queue.put(None)
+
+
+def _write_part(file: BinaryIO, part: memoryview) -> None:
+    ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
+    with passing_pages(np.asarray(part)):
+        file.write(part)
+    ahead_end = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
+    if ahead_end > ahead_start:
+        write_ahead(file, ahead_start, ahead_end - ahead_start)
 
 
 def _encode_texts(*texts: str | bytes) -> bytes:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.common.mapped_file import release_pages
+from packtrain.common.mapped_file import passing_pages
 from packtrain.dtypes import READABLE, RECODABLE, WRITABLE, Dtype
 from packtrain.engine.ops.stored_values import stored_rows
 from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, TensorInfo, write_gguf
@@ -41,7 +41,8 @@ class AwareMergedRows:
     def __call__(self, row_start: int, row_stop: int) -> QuantizedBlocks:
         a, b = self.adapter.lora_pairs[self.tensor_name]
         scale, stored = self.adapter.scale_of(self.tensor_name), self.array[row_start:row_stop]
-        rows = stored_rows(stored, a, b[row_start:row_stop], scale, row_start)
+        with passing_pages(stored):
+            rows = stored_rows(stored, a, b[row_start:row_stop], scale, row_start)
         return QuantizedBlocks(rows, self.exact_rows(row_start, row_stop))
 
 
@@ -90,7 +91,12 @@ def unpacked(base: GGUF, name: str) -> ReadRows:
     """Return a function that reads rows of a matrix, or of all matrices of a stack, as f32."""
     array = base.array(name)
     matrix_rows = array.reshape(-1, array.shape[-1])
-    return lambda row_start, row_stop: dequantize(matrix_rows[row_start:row_stop])
+
+    def read_rows(row_start: int, row_stop: int) -> np.ndarray:
+        with passing_pages(rows := matrix_rows[row_start:row_stop]):
+            return dequantize(rows)
+
+    return read_rows
 
 
 def stored_dtype(entry: TensorInfo, dtype: Dtype | None) -> Dtype:
@@ -147,6 +153,5 @@ def _deferred(
         chunks = (read_rows(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
         location = f"{base.path}: {entry.name}"
         yield from packed(location, chunks, stored, lambda error: on_tensor(entry, stored, error))
-        release_pages(base.array(entry.name))
 
     return DeferredTensor(stored, entry.shape, packed_chunks)

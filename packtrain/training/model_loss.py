@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain.common.errors import DoesNotFit
+from packtrain.common.mapped_file import pages_within
 from packtrain.common.memory import total_nbytes
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, make_plan, size_text
 from packtrain.engine.placement import Placed, place
-from packtrain.inference.kv_cache.context_size import pages_within
 from packtrain.models import transformer
 from packtrain.models.model_file import ModelFile
 from packtrain.training.training_engine import with_targets

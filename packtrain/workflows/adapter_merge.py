@@ -3,26 +3,29 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.common.events import Events
 from packtrain.common.files import check_output
+from packtrain.common.mapped_file import pages_within
 from packtrain.common.option_rules import check_rules
-from packtrain.common.options import COLUMNS, option, positional, required
+from packtrain.common.options import BOTH_LIMITS, COLUMNS, PAGES, option, positional, required
 from packtrain.common.text import plural
-from packtrain.conversion.calibration.calibration_inputs import reading_plans
+from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, reading_plans
 from packtrain.conversion.calibration.merge_writer import AdapterMerge as Merging
 from packtrain.conversion.calibration.rounding_types import parse_tensor_types
 from packtrain.data.text.text_streams import data_files
 from packtrain.dtypes import MERGEABLE, Dtype
 from packtrain.engine.memory_plan import size_text
 from packtrain.gguf import GGUF, TensorInfo
+from packtrain.gguf.gguf_writer import PASSING_NBYTES
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import read_scaled, split_scale
 from packtrain.models.rewrite_model import merged_rows, stored_dtype, write_changed
-from packtrain.workflows.calibration_data import calibration, fitting_reading
+from packtrain.workflows.calibration_data import calibration, limited_reading
 from packtrain.workflows.quantization import WrittenModel, line, writable_dtype
 
 OUTPUT_HEAD = "output.weight"
@@ -52,6 +55,7 @@ class MergeSettings:
         None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
         requires="calibrate",
     )  # fmt: skip
+    resident: str | None = option(None, PAGES, metavar="SIZE", conflicts=BOTH_LIMITS)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     overwrite: bool = option(False, "replace the output if it exists")
 
@@ -88,7 +92,8 @@ def merge(settings: MergeSettings, events: Events) -> WrittenModel:
         _write_calibrated(settings, merge_job, model_name, done, events)
     else:
         args = settings.output, base, changes
-        write_changed(*args, name=model_name, dtype=dtype, types=types, on_tensor=done)
+        with pages_within(settings.resident, lambda: 0, PASSING_NBYTES):
+            write_changed(*args, name=model_name, dtype=dtype, types=types, on_tensor=done)
         if any(stored_dtype(base.entries[n], dtype).chosen for n in changes):
             events.message(CALIBRATE_ADVICE)
     num_weights = sum(math.prod(entry.shape) for entry in base.entries.values())
@@ -103,17 +108,21 @@ def _write_calibrated(
     events: Events,
 ) -> None:  # fmt: skip
     """Write the merged file, with matrices rounded by what they compute on data, or as an adapter of `--aware` was
-    trained for them to be. Raises DoesNotFit if --memory is too small."""
+    trained for them to be. Raises DoesNotFit if a limit is too small."""
+    limited: AbstractContextManager[ReadingPlan | None]
+    limited = pages_within(settings.resident, lambda: 0, PASSING_NBYTES)
     if merge_job.aware is not None:
         events.message(AWARE_MESSAGE)
-        merge_job.write_file(settings.output, name, done=done)
+        with limited:
+            merge_job.write_file(settings.output, name, done=done)
         return
-    data, reading = calibration(settings, merge_job.base, events), None
+    data = calibration(settings, merge_job.base, events)
     if merge_job.calibrated:
         candidates = reading_plans(merge_job.adapted, merge_job.calibrated, data.time, data.windows)
-        reading = fitting_reading(settings.memory, candidates, "merge with --calibrate")
-        events.message(f"merging {reading}, {size_text(reading.nbytes)}")
-    with events.counting("merging", "block") as count:
+        limited = limited_reading(settings, candidates, "merge with --calibrate")
+    with limited as reading, events.counting("merging", "block") as count:
+        if reading is not None:
+            events.message(f"merging {reading}, {size_text(reading.nbytes)}")
         errors = merge_job.write_file(settings.output, name, reading, data, done=done, block=count)
     for tensor_name, error in errors.items():
         entry = merge_job.base.gguf.entries[tensor_name]

@@ -17,7 +17,7 @@ from packtrain.kernels.quant.quantized_arrays import quantize_measured
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.rewrite_model import unpacked
-from packtrain.workflows.calibration_data import calibration, enough, fitting_reading
+from packtrain.workflows.calibration_data import calibration, enough, limited_reading
 from packtrain.workflows.quantization import QuantizeSettings, line
 
 TOKENS = 1 << 14  # most tokens that are read to calibrate
@@ -53,11 +53,11 @@ def write(
         zero_row = np.zeros((1, dtype.block), np.float32)
         quantize_measured(zero_row, dtype, zero_row[0] if dtype.column_weights_need else None)
     candidates = reading_plans(model, inside, data.time, data.windows, max_tokens=TOKENS)
-    reading = fitting_reading(settings.memory, candidates, "quantize with --calibrate")
-    events.message(f"quantizing {reading}, {size_text(reading.nbytes)}")
     names = (*inside, *({EMBEDDING} & changed.keys()))
     unpacked_rows = {name: unpacked(model.gguf, name) for name in names}
-    with atomic_path(settings.output) as temporary_path:
+    limited = limited_reading(settings, candidates, "quantize with --calibrate")
+    with limited as reading, atomic_path(settings.output) as temporary_path:
+        events.message(f"quantizing {reading}, {size_text(reading.nbytes)}")
         write_file(temporary_path, values, tensors)
         with events.counting("quantizing", "block") as report_progress:
             args = reading.read(data), reading.max_columns, report_progress

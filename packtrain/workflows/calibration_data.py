@@ -1,6 +1,8 @@
 """The data that merging and quantizing with data read, and how much memory is left for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -8,8 +10,10 @@ from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.files import require_existing
+from packtrain.common.mapped_file import limited_pages
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.options import flag
+from packtrain.conversion.calibration.calibration_inputs import ReadingPlan
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
 from packtrain.kernels.runtime import kernel_cache
 from packtrain.kernels.runtime.environment import cache_root, writable
@@ -31,11 +35,12 @@ def calibration(
     """
     name = "calibrate" if hasattr(settings, "calibrate") else "data"
     data = require_existing(getattr(settings, name), flag(name))
-    compile_kernels(settings.memory)
+    memory = settings.memory or getattr(settings, "resident", None)
+    compile_kernels(memory)
     max_length = min(model.config.context_length, max_row_tokens)
     recipe = DatasetRecipe(data, model.gguf.path, max_length, pairs=None, columns=settings.columns)
     cache_path = writable(cache_root() / "tokens")
-    samples = prepare_dataset(recipe, cache_path, events.message, settings.memory).train
+    samples = prepare_dataset(recipe, cache_path, events.message, memory).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
 
 
@@ -64,7 +69,9 @@ class _SizedReading(Protocol):
 Reading = TypeVar("Reading", bound=_SizedReading)
 
 
-def fitting_reading(memory: str | None, readings: Iterable[Reading], work: str) -> Reading:
+def fitting_reading(
+    memory: str | None, readings: Iterable[Reading], work: str, flag_name: str = "--memory"
+) -> Reading:
     """Return the first plan of reading data in parts that fits --memory. Raises DoesNotFit, naming what would do.
 
     work  what is done with the data, in words
@@ -75,5 +82,20 @@ def fitting_reading(memory: str | None, readings: Iterable[Reading], work: str) 
         needed_nbytes = used_nbytes + reading.nbytes
         if memory is None or needed_nbytes <= parse_size(memory, "--memory"):
             return reading
-    fact = f"--memory: {memory} is too small to {work}"
+    fact = f"{flag_name}: {memory} is too small to {work}"
     raise DoesNotFit(f"{fact}; the smallest that would do is {mib(needed_nbytes + SPARE_NBYTES)}")
+
+
+@contextmanager
+def limited_reading(
+    settings: Any, readings: Iterable[ReadingPlan], work: str
+) -> Iterator[ReadingPlan]:
+    """Yield the first reading plan that fits --memory, or --resident, by which pages are limited. Raises DoesNotFit."""
+    if settings.resident is None:
+        yield fitting_reading(settings.memory, readings, work)
+        return
+    with_pages = (replace(r, nbytes=r.nbytes + r.window_nbytes) for r in readings)
+    reading = fitting_reading(settings.resident, with_pages, work, "--resident")
+    room = parse_size(settings.resident, "--resident") - private_nbytes() - reading.nbytes
+    with limited_pages(reading.window_nbytes + max(room, 0)):
+        yield reading

@@ -15,6 +15,7 @@ import numpy as np
 
 from packtrain.common.errors import DoesNotFit
 from packtrain.common.events import Events
+from packtrain.common.mapped_file import more_pages, page_budget
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.common.text import plural
 from packtrain.conversion.calibration.calibration_inputs import ReadingPlan, best_reading
@@ -112,15 +113,18 @@ class FinishedFinetune:
 
     def _write_merged(self, merge: AdapterMerge, output_path: Path) -> Mapping[str, float] | None:
         """Write the merged file; returns each matrix's relative output error, or None without calibration."""
-        reading = None
+        reading, spare_nbytes = None, 0
         if is_calibrated(self.settings) and merge.calibrated:
             release_memory()
             limit_nbytes = None if self.budget is None else self.budget - private_nbytes()
-            reading = reading_of(self.job, merge, limit_nbytes)
+            pages = page_budget.get()
+            reading = reading_of(self.job, merge, limit_nbytes, pages.nbytes if pages else 0)
             if reading is None:
                 self.events.message(f"{NO_MEMORY_MESSAGE}: the adapter is merged by plain rounding")
+            elif limit_nbytes is not None:
+                spare_nbytes = limit_nbytes - reading.nbytes
         self.events.message("merging the adapter …")
-        with self.events.counting("merging", "block") as count:
+        with more_pages(spare_nbytes), self.events.counting("merging", "block") as count:
             data = cast(SampleBatches, self.job.train)
             errors = merge.write_file(output_path, name_of(output_path), reading, data, block=count)
         return errors if reading is not None else None
@@ -220,7 +224,8 @@ def note(run_plan: PlannedRun) -> Iterator[str]:
     if not merge.calibrated or not is_calibrated(settings):
         return
     limit = None if run_plan.budget is None else run_plan.budget - run_plan.plans.baseline_nbytes
-    reading = reading_of(run_plan.job, merge, limit)
+    window = run_plan.plans.window
+    reading = reading_of(run_plan.job, merge, limit, window.nbytes if window else 0)
     if reading is None:
         yield f"{NO_MEMORY_MESSAGE}: plain rounding will keep less of what is learned"
         return
@@ -270,13 +275,14 @@ def is_calibrated(settings: TuneSettings) -> bool:
     return settings.merge == "calibrated" and not settings.aware
 
 
-def reading_of(job: TrainingJob, merge: AdapterMerge, limit: int | None) -> ReadingPlan | None:
-    """Return how much of the run's data a calibrated merge reads at a time within `limit` bytes; None if none fits."""
+def reading_of(
+    job: TrainingJob, merge: AdapterMerge, limit: int | None, page_nbytes: int
+) -> ReadingPlan | None:
+    """Return how much of the run's data a calibrated merge reads at a time within `limit` bytes and pages; or None."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
-    return best_reading(
-        merge.sizing_model, merge.calibrated, data.time, data.windows, limit, target
-    )
+    size = merge.sizing_model, merge.calibrated, data.time, data.windows
+    return best_reading(*size, limit, target, page_nbytes)
 
 
 def make_merge(

@@ -13,11 +13,13 @@ from packtrain import gguf as gguf_files
 from packtrain.common.errors import InputError, printable
 from packtrain.common.events import Events
 from packtrain.common.files import check_output
+from packtrain.common.mapped_file import pages_within, passing_pages
 from packtrain.common.option_rules import check_rules
-from packtrain.common.options import COLUMNS, option, positional
+from packtrain.common.options import BOTH_LIMITS, COLUMNS, PAGES, option, positional
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.dtypes.element_type import QuantMix
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, DeferredTensor, MetadataValue, TensorInfo
+from packtrain.gguf.gguf_writer import PASSING_NBYTES
 from packtrain.kernels.quant import quantized_arrays
 from packtrain.kernels.quant.quantized_arrays import WeightedValues, packed, sum_of_squares
 from packtrain.models.quant_recipe import EMBEDDING_NAMES as EMBEDDINGS
@@ -55,6 +57,7 @@ class QuantizeSettings:
         None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
         requires="calibrate",
     )  # fmt: skip
+    resident: str | None = option(None, PAGES, metavar="SIZE", conflicts=BOTH_LIMITS)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     allow_requantize: bool = option(
         False,
@@ -110,7 +113,8 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
         converted[tensor_name] = DeferredTensor(dtype, entry.shape, make_parts)
     metadata_values = file_metadata(gguf, mix) | imatrix_metadata
     if settings.calibrate is None:
-        gguf_files.write_gguf(settings.output, metadata_values, converted, WAITING)
+        with pages_within(settings.resident, lambda: 4 * WAITING, PASSING_NBYTES):
+            gguf_files.write_gguf(settings.output, metadata_values, converted, WAITING)
     else:
         calibrated_module = import_module("packtrain.workflows.calibrated_quantization")
         calibrated_module.write(settings, types, metadata_values, converted, events)
@@ -233,7 +237,9 @@ def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
     if array.size:
         value_rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
         step = max(1, VALUES_PER_CHUNK * len(value_rows) // array.size)
-        yield from (value_rows[i : i + step] for i in range(0, len(value_rows), step))
+        for i in range(0, len(value_rows), step):
+            with passing_pages(rows := value_rows[i : i + step]):
+                yield rows
 
 
 def line(entry: TensorInfo, dtype: Dtype, error: float | None = None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.common.mapped_file import MappedFile, more_pages, passing_pages
 from packtrain.conversion.calibration.block_streams import MatrixInput, StreamPair, TokenBatch
 from packtrain.conversion.calibration.error_feedback import ErrorFeedback, compute_feedback, product
 from packtrain.conversion.calibration.grid_points import UNIT_COLUMNS, PointRounder
@@ -20,10 +21,12 @@ from packtrain.gguf import GGUF
 from packtrain.kernels.quant.quantized_arrays import quantize
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile
-from packtrain.models.model_with_adapters import Scaled, adapted
 from packtrain.models.rewrite_model import ReadRows
 
 PART = 1 << 19  # values of a matrix rounded at a time
+PASSING_NBYTES = (
+    2 * 4 * PART
+)  # pages of the rows that are read and of those that are written, at most
 # An expert that fewer tokens reach is rounded to the nearest: they say too little about its inputs. Experts share the
 # sums of gate and up, which all tokens bring. down has sums per expert, whose rows differ between the streams, so
 # errors of earlier blocks are not repaired there.
@@ -32,6 +35,7 @@ MIN_EXPERT_TOKENS = 32
 BlockProgress = Callable[[int, int], None]
 
 
+@more_pages(-PASSING_NBYTES)
 def calibrate(
     path: Path, model: ModelFile, changes: Mapping[str, ReadRows], batches: Sequence[TokenBatch],
     max_columns: int | None = None, report_block: BlockProgress = lambda block, blocks: None, target: Target = CPU,
@@ -44,8 +48,8 @@ def calibrate(
     searched     names whose scales are searched under the sums over their inputs; others keep the scales in the file
     """
     gguf = GGUF(path)
-    mapped_file = np.memmap(path, np.uint8, "r+")
-    arrays = {name: _mapped(mapped_file, gguf, name) for name in gguf.entries if name in changes}
+    file = MappedFile(path, writable=True)
+    arrays = {name: _mapped(file, gguf, name) for name in gguf.entries if name in changes}
     inside = {name: array for name, array in arrays.items() if name.startswith("blk.")}
     embedding = {name: arrays[name] for name in (EMBEDDING,) if name in searched}
     streams, sums = StreamPair(model, inside | embedding, batches, target), dict[str, np.ndarray]()
@@ -66,23 +70,14 @@ def calibrate(
         if i < last_block:
             streams.advance_through(block)
         report_block(i + 1 - first_block, last_block + 1 - first_block)
-    mapped_file.flush()
+    file.flush()
     return {name: float((error / power) ** 0.5) for name, (error, power) in sums.items() if power}
 
 
-def _mapped(mapped_file: np.ndarray, gguf: GGUF, name: str) -> np.ndarray:
+def _mapped(file: MappedFile, gguf: GGUF, name: str) -> np.ndarray:
     """Return the tensor mapped from the file for writing, (…, blocks)."""
     e = gguf.entries[name]
-    return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, mapped_file.data, e.offset)
-
-
-def unmerged(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
-    """Return the base with the unmerged adapters of its blocks; adapters outside of blocks only work merged."""
-    block_adapters = []
-    for adapter, scale in adapters:
-        pairs = {name: pair for name, pair in adapter.lora_pairs.items() if name.startswith("blk.")}
-        block_adapters.append((replace(adapter, lora_pairs=pairs), scale))
-    return adapted(base, block_adapters)
+    return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, file, e.offset)
 
 
 def _round_site(
@@ -115,7 +110,7 @@ def _round_site(
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """Some rows and columns of a matrix: `packed` quantized rows to write; `changed` reads the exact values."""
+    """Some rows and columns of a matrix: `packed` has all its quantized rows; `changed` reads exact values."""
 
     packed: np.ndarray
     changed: ReadRows
@@ -127,18 +122,20 @@ class MatrixSlice:
         cls, array: np.ndarray, changed: ReadRows, columns: slice, expert: int | None, experts: int
     ) -> "MatrixSlice":
         """Return a slice with these columns of all rows, or of one expert's rows."""
-        packed_rows, block_size = array.reshape(-1, array.shape[-1]), dtype_of(array).block
+        packed_rows = array.reshape(-1, array.shape[-1])
         num_rows = len(packed_rows) if expert is None else len(packed_rows) // experts
         first_row = (expert or 0) * num_rows
-        blocks = slice(columns.start // block_size, columns.stop // block_size)
-        return cls(packed_rows[:, blocks], changed, range(first_row, first_row + num_rows), columns)
+        return cls(packed_rows, changed, range(first_row, first_row + num_rows), columns)
 
     def _row_parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the slice's quantized rows, to be written, and their exact values, about PART values at a time."""
-        num_rows = max(1, PART // (self.columns.stop - self.columns.start))
+        """Yield the slice's quantized rows, to be written, and their exact values; of whole rows about PART values."""
+        block_size = dtype_of(self.packed).block
+        blocks = slice(self.columns.start // block_size, self.columns.stop // block_size)
+        num_rows = max(1, PART // (self.packed.shape[-1] * block_size))
         for at in self.row_range[::num_rows]:
             row_stop = min(at + num_rows, self.row_range.stop)
-            yield self.packed[at:row_stop], self.changed(at, row_stop)[:, self.columns]
+            with passing_pages(rows := self.packed[at:row_stop]):
+                yield rows[:, blocks], self.changed(at, row_stop)[:, self.columns]
 
     def output_power(self, squares: np.ndarray) -> float:
         """Return the sum over tokens of squared outputs W z, from the inputs' sums `squares` = ZᵀZ."""

@@ -4,7 +4,8 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -12,12 +13,14 @@ from typing import Protocol
 import numpy as np
 
 from packtrain.conversion.calibration.block_streams import StreamGraphs, TokenBatch, padding_mask
-from packtrain.conversion.calibration.calibrated_rounding import PART
+from packtrain.conversion.calibration.calibrated_rounding import PART, PASSING_NBYTES
 from packtrain.dtypes import Dtype
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import make_plan
+from packtrain.engine.page_window import in_pages, smallest_window, weight_reads
 from packtrain.engine.placement import place
+from packtrain.engine.tensor import Tensor
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile
 from packtrain.models.tensor_shapes import block_shapes
@@ -27,6 +30,7 @@ TOKENS_AT_ONCE = 1024  # tokens that go through a block at a time
 MIN_COLUMNS = 512  # fewest columns that compensate each other's errors
 OTHER_NBYTES = 12 << 20  # graphs, NumPy and the file writer, measured
 NUM_BUFFERS = 8  # buffers of PART values, while rows are rounded
+BLOCK_NUMBER = re.compile(r"\.\d+\.")
 
 
 class BatchSequence(Protocol):
@@ -43,6 +47,9 @@ class ReadingPlan:
     batches: int
     max_columns: int  # most columns that compensate each other's errors
     nbytes: int
+    window_nbytes: (
+        int  # least pages of the model and of the written file in memory, where they are limited
+    )
     target: Target = CPU  # backends on which the streams run
 
     def __str__(self) -> str:
@@ -84,12 +91,18 @@ def _unpadded_rows(data: BatchSequence) -> Iterator[TokenBatch]:
 
 def best_reading(
     adapted: ModelFile, types: Mapping[str, Dtype], seq_len: int, num_rows: int, limit: int | None = None,
-    target: Target = CPU,
+    target: Target = CPU, page_nbytes: int = 0,
 ) -> ReadingPlan | None:  # fmt: skip
     """Return the plan that fits `limit` bytes with the most calibration tokens, then the most columns that compensate
-    each other's rounding errors; None if none fits."""
+    each other's rounding errors; None if none fits.
+
+    page_nbytes  bytes of pages, if these are limited: the limit is then that of both together
+    """
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
-    return next((c for c in candidates if limit is None or c.nbytes <= limit), None)
+    if limit is None:
+        return next(candidates, None)
+    sizes = ((c, c.nbytes + (c.window_nbytes if page_nbytes else 0)) for c in candidates)
+    return next((c for c, nbytes in sizes if nbytes <= limit + page_nbytes), None)
 
 
 def reading_plans(
@@ -106,11 +119,14 @@ def reading_plans(
     blocks = _blocks_by_kind(adapted, types)
     graphs = StreamGraphs.for_types(adapted, types, (at_once, seq_len))
     arena_nbytes, max_width, max_device_nbytes = 0, 1, 0
+    sizes = _largest_sizes((*graphs.x.values(), *graphs.z.values()))
+    window_nbytes = smallest_window(weight_reads(place(graphs.embedding()), sizes))
     for i in blocks:
         block = graphs.build_block(i)
         input_pairs = [{"x": site.x or site.z, "z": site.z} for site in block.matrix_inputs]
         for outputs in (*input_pairs, {"x": block.x, "z": block.z, **block.shared}):
-            plan = make_plan(place(Graph(outputs), target))
+            plan = make_plan(placed := place(Graph(outputs), target))
+            window_nbytes = max(window_nbytes, smallest_window(weight_reads(placed, sizes)))
             outputs_nbytes = 3 * sum(leaf.spec.nbytes for leaf in outputs.values()) // 2
             arena_nbytes = max(arena_nbytes, plan.arena().nbytes + outputs_nbytes)
             max_device_nbytes = max(max_device_nbytes, plan.arena(target.space).nbytes)
@@ -127,7 +143,17 @@ def reading_plans(
         stream_nbytes = 2 * 4 * batches * at_once * seq_len * values_per_token(adapted.config)
         matrix = 4 * width * width
         nbytes = fixed + stream_nbytes + max(4 * matrix, 2 * matrix + NUM_BUFFERS * 4 * PART)
-        yield ReadingPlan(at_once, seq_len, batches, width, nbytes, target)
+        pages = window_nbytes + PASSING_NBYTES
+        yield ReadingPlan(at_once, seq_len, batches, width, nbytes, pages, target)
+
+
+def _largest_sizes(leaves: Collection[Tensor]) -> dict[str, int]:
+    """Return for each leaf the bytes in pages of the largest one that has its place in any block."""
+    places = {leaf.label: BLOCK_NUMBER.sub(".", leaf.label) for leaf in leaves}
+    sizes = dict.fromkeys(places.values(), 0)
+    for leaf in leaves:
+        sizes[places[leaf.label]] = max(sizes[places[leaf.label]], in_pages(leaf.spec.nbytes))
+    return {label: sizes[place_in_block] for label, place_in_block in places.items()}
 
 
 def _ladder(max_batches: int, min_batches: int, max_width: int) -> Iterator[tuple[int, int]]:

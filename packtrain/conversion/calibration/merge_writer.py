@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.common.files import atomic_path
-from packtrain.conversion.calibration.calibrated_rounding import BlockProgress, calibrate, unmerged
+from packtrain.conversion.calibration.calibrated_rounding import BlockProgress, calibrate
 from packtrain.conversion.calibration.calibration_inputs import BatchSequence, ReadingPlan
 from packtrain.dtypes import Dtype
 from packtrain.gguf import MetadataValue, TensorInfo, tensor_nbytes
@@ -13,7 +13,7 @@ from packtrain.models import rewrite_model
 from packtrain.models.adapter_file import Adapter
 from packtrain.models.lora import SUFFIXES, Lora
 from packtrain.models.model_file import ModelFile
-from packtrain.models.model_with_adapters import Scaled
+from packtrain.models.model_with_adapters import Scaled, adapted
 from packtrain.models.rewrite_model import ReadRows, is_recodable, merged_rows, stored_dtype
 
 
@@ -64,8 +64,12 @@ class AdapterMerge:
 
     @property
     def adapted(self) -> ModelFile:
-        """The base with the unmerged adapters of its blocks."""
-        return unmerged(self.base, self.adapters)
+        """The base with the unmerged adapters of its blocks; adapters outside of blocks only work merged."""
+        block_adapters = []
+        for adapter, scale in self.adapters:
+            pairs = {n: pair for n, pair in adapter.lora_pairs.items() if n.startswith("blk.")}
+            block_adapters.append((replace(adapter, lora_pairs=pairs), scale))
+        return adapted(self.base, block_adapters)
 
     @property
     def sizing_model(self) -> ModelFile:

@@ -11,13 +11,14 @@ import numpy as np
 
 from packtrain.common.errors import name_keywords
 from packtrain.common.files import atomic_file
+from packtrain.common.mapped_file import pages_within
 from packtrain.dtypes import DTYPES
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
 from packtrain.inference.kv_cache.adapters import AdapterScales
 from packtrain.inference.kv_cache.cell_pools import CellMove, CellPools, ContextError, PlacedTokens
-from packtrain.inference.kv_cache.context_size import ContextPlan, check_room, pages_within
+from packtrain.inference.kv_cache.context_size import ContextPlan, check_room
 from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
 from packtrain.inference.kv_cache.saved_state import REREAD_MESSAGE, StateCheckpoints

@@ -1,18 +1,16 @@
 """Check that a context fits a memory limit, and find the largest one that does."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from packtrain.common.errors import DoesNotFit
-from packtrain.common.mapped_file import limited_pages, mapped_file
+from packtrain.common.mapped_file import OVERHEAD_NBYTES, SLACK_NBYTES, mapped_file
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.memory_plan import make_plan, size_text
-from packtrain.engine.page_window import WindowTooSmall
 from packtrain.engine.placement import Placed
 from packtrain.inference.kv_cache.cell_pools import RING_MARGIN
 from packtrain.inference.kv_cache.decode_plans import RunKey, RunSizes, make_cache, place_runs
@@ -22,8 +20,6 @@ from packtrain.models.model_file import ModelFile
 
 STEP = 32  # cells of a suggested context are a multiple of this
 CALL_NBYTES = 4096  # bytes of an executor for each call
-OVERHEAD_NBYTES = 24 << 20  # for compiled kernels, and for what runs allocate for moments
-SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
 
 
 def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, np.ndarray]) -> int:
@@ -114,25 +110,6 @@ def check_room(num_cells: int, memory: int | str, needed_nbytes: Callable[[int],
         f"a context of {num_cells:,} tokens needs {_sufficient_size(total)}, and {size_text(limit)} are allowed;"
         f" {advice}"
     )
-
-
-@contextmanager
-def pages_within(resident: int | str | None, needed_nbytes: Callable[[], int]) -> Iterator[None]:
-    """Within the block, limit pages of mapped files to what `resident` leaves beside private memory; None: no limit.
-
-    needed_nbytes  returns the private bytes that will be allocated
-    Raises DoesNotFit, which names a size that would do, if one call reads more than that.
-    """
-    if resident is None:
-        yield
-        return
-    limit = parse_size(resident, "resident") if isinstance(resident, str) else resident
-    try:
-        with limited_pages(limit - private_nbytes() - OVERHEAD_NBYTES - needed_nbytes()):
-            yield
-    except WindowTooSmall as error:
-        sufficient = math.ceil((limit + error.missing_nbytes + SLACK_NBYTES) / (1 << 20))
-        raise DoesNotFit(f"--resident {resident}: {sufficient}MiB would do") from None
 
 
 def _sufficient_size(nbytes: int) -> str:

@@ -17,11 +17,10 @@ import pytest
 import packtrain as pt
 from benchmarks.watched import run_packtrain
 from packtrain.cli.main import main
-from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.errors import DoesNotFit
 from packtrain.common.events import Events
 from packtrain.common.mapped_file import MappedFile, limited_pages, mapped_file
 from packtrain.common.memory import parse_size, private_nbytes
-from packtrain.common.option_rules import check_rules
 from packtrain.conversion.calibration import calibration_inputs
 from packtrain.conversion.calibration.calibration_inputs import best_reading, reading_plans
 from packtrain.conversion.calibration.merge_writer import AdapterMerge
@@ -38,7 +37,6 @@ from packtrain.models.model_with_adapters import read_scaled
 from packtrain.planner import resident_limit
 from packtrain.workflows.calibration_data import calibration
 from packtrain.workflows.imatrix_run import ImatrixSettings
-from packtrain.workflows.model_server import ServeSettings
 from tests.adapters import random_adapter
 from tests.architectures import CONFIGS, random_model
 from tests.hostile_requests import Ask
@@ -452,11 +450,28 @@ def test_a_context_of_the_library_names_its_keyword(tmp_path):
         pt.Context(tmp_path / "base.gguf", cells=64, resident="1GiB", target=target("cpu:1"))
 
 
-@pytest.mark.parametrize("name", ["embeddings", "reranking"])
-def test_a_server_with_two_contexts_has_no_limit_on_pages(name):
-    settings = ServeSettings(Path("base.gguf"), resident="2GiB", **{name: True})
-    with pytest.raises(InputError, match=f"--{name} needs a second context, which --resident does"):
-        check_rules(settings)
+@needs_pages
+def test_a_server_embeds_in_the_window_over_its_model(tmp_path):
+    """Both contexts share one limit, and each needs pages that the other one left."""
+    base, answers, sizes = tmp_path / "base.gguf", [], []
+    random_model(base, "llama", feed_forward=16_384)
+    flags = base, "-c", "256", "--embeddings"
+    refused = run_packtrain("serve", *flags, "--port", "0", "--resident", "20MiB")
+    (size,) = re.findall(r"--resident 20MiB: (\d+MiB) would do", refused.said)
+    completion = json.dumps({"prompt": "the", "n_predict": 4, "temperature": 0}).encode()
+    requests = (
+        ("/v1/embeddings", json.dumps({"input": "the sun"}).encode()),
+        ("/completion", completion),
+    )
+    for limit in ([], ["--resident", size]):
+        with serve_process(*flags, *limit) as server:
+            for path, body in requests * 2:
+                status, _, answer = server.ask(Ask("POST", path, body))
+                assert status == 200, answer
+                fields = json.loads(answer)
+                answers.append(fields.get("content") or fields["data"][0]["embedding"])
+                sizes.append(MappedFile(base).resident_nbytes())
+    assert answers[:4] == answers[4:] and max(sizes[4:]) < min(sizes[:4]) * 0.7
 
 
 # ---- files that are written ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.files import read_text, remove_temp_files
+from packtrain.common.mapped_file import pages_within
 from packtrain.common.memory import parse_size
 from packtrain.common.option_rules import check_rules
 from packtrain.common.options import MEMORY, MODEL, SAMPLING, option
@@ -37,7 +38,6 @@ from packtrain.workflows.generation_settings import warm
 CONTEXT = 8192  # most tokens, without --ctx
 MAX_EMBEDDING_TOKENS = 2048  # most tokens of texts that are embedded at once
 RENDERED = 40 << 20  # most bytes that the template takes for a request
-SECOND_CONTEXT = "{flag} needs a second context, which --resident does not limit; use one of them"
 REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and answered
 
 
@@ -99,12 +99,10 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     swa_checkpoints: int = MODEL(
         4, "states of the window that are kept for each slot", flags="--ctx-checkpoints", min_value=0,
     )  # fmt: skip
-    embeddings: bool = option(
-        False, "answer /v1/embeddings, too", flags="--embedding", conflicts={"resident": SECOND_CONTEXT},
-    )  # fmt: skip
+    embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
     reranking: bool = option(
         False, "answer /v1/rerank, by a Qwen3 reranker", flags="--rerank",
-        conflicts={"pooling": "as a reranker has its own pooling", "resident": SECOND_CONTEXT},
+        conflicts={"pooling": "as a reranker has its own pooling"},
     )  # fmt: skip
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS, requires="embeddings",
@@ -234,9 +232,10 @@ def make_contexts(
         **context_options,
     )  # fmt: skip
     if has_embedder:  # in the memory that is reserved above
-        embedder = Context(
-            model, cells=embedding_cells, checkpoints=0, hidden=True, **context_options
-        )
+        with pages_within(settings.resident, lambda: 0, shared=context.pages):
+            embedder = Context(
+                model, cells=embedding_cells, checkpoints=0, hidden=True, **context_options
+            )
     for opened_context in (context, embedder):
         if opened_context is not None:  # loads the kernels
             opened_context.decode([0])

@@ -11,7 +11,7 @@ import numpy as np
 
 from packtrain.common.errors import name_keywords
 from packtrain.common.files import atomic_file
-from packtrain.common.mapped_file import pages_within
+from packtrain.common.mapped_file import PageBudget, pages_within
 from packtrain.dtypes import DTYPES
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
@@ -86,6 +86,11 @@ class Context:
         self._set_up(file.config, layout, run_sizes, executors, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, spacing or self.pools.checkpoint_spacing)
         self._origin, self._report = saved_state.state_origin(file, layout), say
+
+    @property
+    def pages(self) -> PageBudget | None:
+        """The limit on pages of the model in memory, which another context may share; None without `resident`."""
+        return self._session.pages
 
     @classmethod
     def within(

@@ -26,7 +26,8 @@ from packtrain.engine import backends
 __all__ = ["Values", "execute", "random_values", "run_graph", "slope"]
 
 NO_GRADIENT = {
-    "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
+    "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back", "attention_back_sums",
+    "cross_entropy_back",
     "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate", "top_k", "group_rows", "weighted_rows_back",
     "opt_momentum", "opt_step_lbfgs", "lbfgs_dots", "reduce_scatter", "wait_for_sums", "all_reduce",
     "opt_moments_adamw", "opt_moments_adamw8bit", "opt_momentum8bit",

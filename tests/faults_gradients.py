@@ -271,6 +271,18 @@ def a_tile_that_reads_the_rows_of_the_first(patch: MonkeyPatch) -> None:
 
 
 @fault("tiles", tiled_check)
+def gradients_of_keys_that_are_added_to_those_of_values(patch: MonkeyPatch) -> None:
+    sums = ops.attention_back_sums
+
+    def swapped(dk, dv, *rest, **attrs):
+        values, keys, dq = sums(dv, dk, *rest, **attrs)
+        return keys, values, dq
+
+    patch.setattr(ops, "attention_back_sums", swapped)
+    patch.setattr(row_tiles, "_program", row_tiles._program.__wrapped__)  # none is cached
+
+
+@fault("tiles", tiled_check)
 def gradients_of_weights_from_the_last_tile_alone(patch: MonkeyPatch) -> None:
     def wrong(start):
         def begin(*args):

@@ -271,6 +271,16 @@ def attention_back_without_the_slope_of_the_cap(patch: MonkeyPatch) -> None:
     replace_kernel(patch, "attention_back", flat)
 
 
+@fault("kernel", value_check("attention_back_sums"))
+def sums_of_attention_back_that_start_with_every_tile(patch: MonkeyPatch) -> None:
+    def fresh_run(run):
+        return lambda out, dk, dv, fresh, *rest, **attrs: run(
+            out, dk, dv, np.ones_like(fresh), *rest, **attrs
+        )
+
+    replace_kernel(patch, "attention_back_sums", fresh_run)
+
+
 @fault("kernel", value_check("rope_table"))
 def rope_table_that_blends_from_the_other_end(patch: MonkeyPatch) -> None:
     def with_reversed_blend(run):

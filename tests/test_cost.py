@@ -27,7 +27,7 @@ from packtrain.planner.speed_probe import ProbeTimings, measure_rates, probe_lay
 Q8_0 = BLOCK_TYPES["q8_0"]
 MULTIPLY = {
     "matmul", "matmul_back", "out_prod", "matmul_id", "matmul_id_back", "out_prod_id", "attention",
-    "attention_back", "linear_cross_entropy",
+    "attention_back", "attention_back_sums", "linear_cross_entropy",
 }  # fmt: skip
 KNOWN_RATES = BackendRates(
     1e11,

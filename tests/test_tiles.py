@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.engine import backends, row_tiles
+from packtrain.engine import backends, ops, row_tiles
 from packtrain.engine.memory_plan import verify
 from packtrain.engine.optim import AdamW
 from packtrain.engine.row_tiles import in_tiles
+from packtrain.models.lora import Lora
 from packtrain.planner.checkpointing import uniform_choice
 from packtrain.planner.plan_search import find_fastest_shape, smallest
 from packtrain.planner.plan_table import choice_texts
@@ -52,6 +53,24 @@ def test_a_tile_needs_a_share_of_the_memory():
         for count in (1, 8, 32)
     )
     assert untiled > tiled[0] > tiled[1]
+
+
+def test_a_tile_adds_gradients_of_all_keys_to_those_of_other_tiles_in_place():
+    """Gradients of a tile's own for all keys and values took as much memory again, of long contexts most of it."""
+    config = replace(LONG.config, lora=Lora((("blk.*", 4),)))
+    plans = make_plans(replace(TILED, config=config, seq_len=2048), AdamW())
+    backward = [
+        program
+        for program in tile_checks.programs(plans.placed_graphs[STEP].graph)
+        if any(step.op is ops.attention_back_sums for step in program.placed.steps)
+    ]
+    kv_nbytes = 4 * 2048 * config.kv_heads_of(0) * config.width_of(0)
+    assert len(backward) == config.block_count
+    for program in backward:
+        steps = program.placed.steps
+        assert not any(step.op is ops.attention_back for step in steps)
+        sums = [step.results[0] for step in steps if step.op is ops.accumulate]
+        assert all(total.spec.nbytes < kv_nbytes for total in sums)
 
 
 def test_a_search_takes_tiles_only_where_the_budget_needs_them():

@@ -87,11 +87,15 @@ def check_gradients(name: str, is_lora: bool = False, dtype: str = "") -> None:
         assert off <= TOLERANCE, f"{name}: {key} is off by {off:.3g} of its largest value"
 
 
+def programs(graph: Graph) -> list[row_tiles._TileProgram]:
+    """The programs of all calls of a graph that run in tiles."""
+    calls = [call for call in graph.calls if call.op in (row_tiles.tiled, row_tiles.tiled_back)]
+    attrs = ({"dy_indices": (), "dx_indices": ()} | call.attrs for call in calls)
+    return [row_tiles._program(a["body"], a["dy_indices"], a["dx_indices"]) for a in attrs]
+
+
 def check_programs(graph: Graph) -> int:
     """Verify the plans of all bodies of a graph; return how many calls run in tiles."""
-    calls = [call for call in graph.calls if call.op in (row_tiles.tiled, row_tiles.tiled_back)]
-    for call in calls:
-        attrs = {"dy_indices": (), "dx_indices": ()} | call.attrs
-        program = row_tiles._program(attrs["body"], attrs["dy_indices"], attrs["dx_indices"])
+    for program in programs(graph):
         verify(program.plan, program.placed)
-    return len(calls)
+    return len(programs(graph))

@@ -6,10 +6,12 @@ ALST's TiledMLP (arXiv 2506.13996) and StreamBP (arXiv 2506.03077) tile in the s
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 
@@ -124,18 +126,45 @@ def _backward_graph(
     sums."""
     arriving = {body.results[i]: input(f"dy.{i}", body.results[i].shape) for i in dy_indices}
     names = {body.inputs[i]: f"out.{k}" for k, i in enumerate(dx_indices)}
-    outputs, sums = dict[str, Tensor](), list[Tensor]()
+    gradients = dict[Tensor, Tensor]()
+    pull_back(forward.calls, arriving, [*names], gradients.__setitem__)
+    return _with_sums(body, names, gradients)
+
+
+def _with_sums(
+    body: TileBody, names: Mapping[Tensor, str], gradients: Mapping[Tensor, Tensor]
+) -> Graph:
+    """Return the graph of gradients by leaf: those of rows are its outputs, those of wholes are added to states.
+
+    Attention adds gradients of all keys and values to the states itself: a tile has no others of their size.
+    """
     fresh, first_fresh = input("fresh", ()), input("fresh.0", ())
+    totals = {t: state(names[t], t.shape, role="sum") for t in gradients if t in body.wholes}
+    num_uses, own_totals = Counter(gradients.values()), dict[Tensor, Tensor]()
+    for t, total in totals.items():
+        if num_uses[gradients[t]] == 1 and names[t] != "out.0":  # which may start with acc
+            own_totals[gradients[t]] = total
+    graph = Graph({names[t]: gradient for t, gradient in gradients.items()})
+    results, add_attention = dict[Tensor, Tensor](), cast(Any, ops.attention_back_sums)
 
-    def add_gradient(t: Tensor, gradient: Tensor) -> None:
-        name = names[t]
-        if t in body.rows:
-            outputs[name] = gradient
-            return
-        total = state(name, t.shape, role="sum")
-        sums.append(ops.accumulate(total, gradient, first_fresh if name == "out.0" else fresh))
+    def accumulated(ready: Sequence[Tensor]) -> Iterator[Tensor]:
+        for t in (t for t in totals if gradients[t] in ready):
+            is_fresh = first_fresh if names[t] == "out.0" else fresh
+            gradient = results.get(gradients[t], gradients[t])
+            yield ops.accumulate(totals[t], gradient, is_fresh)
 
-    pull_back(forward.calls, arriving, [*names], add_gradient)
+    sums = [*accumulated(graph.leaves)]
+    for call in graph.calls:
+        inputs = [None if t is None else results.get(t, t) for t in call.inputs]
+        if call.op is ops.attention_back and own_totals.keys() >= {*call.results[1:]}:
+            kv_totals = [own_totals[t] for t in call.results[1:]]
+            *kv_sums, dq = add_attention(*kv_totals, fresh, *inputs, **call.attrs)
+            results |= zip(call.results, (dq, *kv_sums), strict=True)
+            sums += kv_sums
+        else:
+            results |= zip(call.results, as_tuple(call.op(*inputs, **call.attrs)), strict=True)
+            sums += accumulated(call.results)
+    outputs = {names[t]: results.get(d, d) for t, d in gradients.items() if t in body.rows}
     return Graph(outputs, sums)
 
 

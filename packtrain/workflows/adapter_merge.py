@@ -70,8 +70,7 @@ def merge(settings: MergeSettings, events: Events) -> WrittenModel:
     input_paths = [*base.paths, *adapter_paths, *data_files(settings.calibrate)]
     adapters = read_scaled(settings.adapters, base)
     check_output(settings.output, "-o", input_paths, settings.overwrite)
-    ignored = sorted({model_name for adapter, _ in adapters for model_name in adapter.ignored})
-    if ignored:
+    if ignored := sorted({name for adapter, _ in adapters for name in adapter.ignored}):
         events.message(
             f"{plural(len(ignored), 'vector')} in the adapters left out, which no merge uses; the first: {ignored[0]}"
         )

@@ -4,6 +4,7 @@ import types
 
 from packtrain.engine.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_back
 from packtrain.engine.ops.attention import attention, attention_back, attention_cells
+from packtrain.engine.ops.attention_sums import attention_back_sums
 from packtrain.engine.ops.choosing import argmax, argsort, candidates, count_equal, draw
 from packtrain.engine.ops.composed import (
     alibi, alibi_slopes, attention_to_all, group_norm, l2_norm, mean, mean_squared_error, soft_max_sinks, upscale,

@@ -136,7 +136,7 @@ def attention_numpy(out, q, k, v, *mask_inputs, **attrs):
     y[...] = (p @ v_by_head).swapaxes(1, 2)
 
 
-def _position_arrays(q_pos, k_pos, q_seq, k_seq, length):
+def position_arrays(q_pos, k_pos, q_seq, k_seq, length):
     absent = ABSENT_IDS.reshape(0, 0)
     ids = [absent if x is None else x for x in (q_pos, k_pos, q_seq, k_seq)]
     return (*ids, flatten_or_absent(length, ABSENT_IDS))
@@ -146,7 +146,7 @@ def _position_arrays(q_pos, k_pos, q_seq, k_seq, length):
 def attention_cpu(out, q, k, v, *mask_inputs, scale, window, softcap):
     keys, values = k.view(np.uint8), v.view(np.uint8)
     *positions, sinks = mask_inputs
-    args = *_position_arrays(*positions), flatten_or_absent(sinks), scale, window, softcap
+    args = *position_arrays(*positions), flatten_or_absent(sinks), scale, window, softcap
     return run_replayable(kernels.flash_attention.attention, *out, q, keys, values, *args)
 
 
@@ -240,8 +240,8 @@ def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
 @attention_back.kernel("cpu")
 def attention_back_cpu(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, softcap, work=()):
     out_arrays = *out, *(work or out[1:])
-    options = *_position_arrays(*mask_inputs), scale, window, softcap
-    args = out_arrays, dy, y, lse, q, k, v, *options
+    options = *position_arrays(*mask_inputs), scale, window, softcap
+    args = out_arrays, dy, y, lse, q, k, v, *options, 0
     return run_replayable(kernels.attention_back.attention_back, *args)
 
 

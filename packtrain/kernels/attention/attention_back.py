@@ -110,22 +110,23 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
         columns_product(num_q, D, count, dq_rows, q_stride, ds, lanes, key_ptr, k_stride, True)
 
 
-@kernel("UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, positions4, i64, score_rule, i64")
-def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, task):
-    """Compute dk and dv of one head in one row of the batch, and dq of the query heads that read it."""
+@kernel("UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, positions4, i64, score_rule, i64, i64")
+def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, is_added, task):
+    """Compute or add dk and dv of one head in one row of the batch, and dq of the query heads that read it."""
     T, H, D = q.shape[1:]
     S, G = grads[1].shape[1:3]
     b, head, group_size = task // G, task % G, H // G
-    for x in grads[1:]:
-        clear_rows(address(x, (b * S * G + head) * D), G * D, S, D)
+    if not is_added:
+        for x in grads[1:]:
+            clear_rows(address(x, (b * S * G + head) * D), G * D, S, D)
     for h in range(head * group_size, (head + 1) * group_size):
         for first_query in range(0, T, queries_in_block(D)):
             attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query)
 
 
-@kernel("out4, out4, i64")
-def add_heads(x, head_grads, row_index):
-    """x[row_index] = the sum of the heads of head_grads[row_index] that share a head of x, in their order."""
+@kernel("out4, out4, i64, i64")
+def add_heads(x, head_grads, is_added, row_index):
+    """Write to x[row_index], or add, the sum of the heads of head_grads[row_index] that share a head of x, in order."""
     K, D = x.shape[2:]
     group_size = head_grads.shape[2] // K
     for k in range(K):
@@ -134,16 +135,18 @@ def add_heads(x, head_grads, row_index):
             v = load_part(head_grads, source + d, D - d)
             for g in range(1, group_size):
                 v = v + load_part(head_grads, source + g * D + d, D - d)
+            if is_added:
+                v = v + load_part(x, target + d, D - d)
             store_part(x, target + d, v, D - d)
 
 
 @kernel(
-    "*(UniTuple(out4, 5), in4, in4, in3, in4, in4, in4), *(ints2, ints2, ints2, ints2, ints1, f32, i64, f32)"
+    "*(UniTuple(out4, 5), in4, in4, in3, in4, in4, in4), *(ints2, ints2, ints2, ints2, ints1, f32, i64, f32, i64)"
 )
 def attention_back(
-    outputs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, scale, window, cap
-):
-    """Write the gradients of attention at (y, lse); zero for a query without keys.
+    outputs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, scale, window, cap, is_added
+):  # fmt: skip
+    """Write the gradients of attention at (y, lse), or add dk and dv; zero for a query without keys.
 
     outputs = (dq, dk, dv, head_dk, head_dv)
     dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i), with a cap times 1 - (z_ij / cap)**2,
@@ -157,10 +160,12 @@ def attention_back(
     (B, T, H, D), (dq, dk, dv, head_dk, head_dv) = q.shape, outputs
     num_keys = num_active_keys(k.shape[1], key_length, D)
     grads, num_tasks = (dq, head_dk, head_dv), B * head_dk.shape[2]
+    has_query_heads = head_dk.shape[2] > dk.shape[2]
     positions, score_params = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     is_large = B * T * H * D * num_keys >= SERIAL
-    task_args = grads, dy, y, lse, q, k, v, positions, num_keys, score_params
+    adds_at_once = is_added if not has_query_heads else 0
+    task_args = grads, dy, y, lse, q, k, v, positions, num_keys, score_params, adds_at_once
     each_if_large(is_large, head_back, task_args, num_tasks)
-    if head_dk.shape[2] > dk.shape[2]:
-        each(add_heads, (dk, head_dk), B * k.shape[1])
-        each(add_heads, (dv, head_dv), B * k.shape[1])
+    if has_query_heads:
+        each(add_heads, (dk, head_dk, is_added), B * k.shape[1])
+        each(add_heads, (dv, head_dv, is_added), B * k.shape[1])

@@ -20,9 +20,7 @@ from packtrain.gguf.gguf_format import KINDS, MAGIC, NAME_NBYTES, NUMPY_CODES, M
 
 MAX_REUSED_NBYTES = 32 << 20  # the largest block whose memory glibc keeps
 WRITE_AHEAD_NBYTES = 4 << 20  # bytes that are handed to the disk at a time
-PASSING_NBYTES = (
-    5 * WRITE_AHEAD_NBYTES
-)  # pages in memory where they are limited: two that are read, three written
+PASSING_NBYTES = 5 * WRITE_AHEAD_NBYTES  # where pages are limited: those read and written
 PieceQueue = SimpleQueue[memoryview | None]
 WrittenQueue = SimpleQueue[int | BaseException | None]
 LENGTH_STRUCT = struct.Struct("<Q")

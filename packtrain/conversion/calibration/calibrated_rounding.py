@@ -24,7 +24,7 @@ from packtrain.models.model_file import ModelFile
 from packtrain.models.rewrite_model import ReadRows
 
 PART = 1 << 19  # values of a matrix rounded at a time
-PASSING_NBYTES = (
+ROUNDED_NBYTES = (
     2 * 4 * PART
 )  # pages of the rows that are read and of those that are written, at most
 # An expert that fewer tokens reach is rounded to the nearest: they say too little about its inputs. Experts share the
@@ -35,7 +35,7 @@ MIN_EXPERT_TOKENS = 32
 BlockProgress = Callable[[int, int], None]
 
 
-@more_pages(-PASSING_NBYTES)
+@more_pages(-ROUNDED_NBYTES)
 def calibrate(
     path: Path, model: ModelFile, changes: Mapping[str, ReadRows], batches: Sequence[TokenBatch],
     max_columns: int | None = None, report_block: BlockProgress = lambda block, blocks: None, target: Target = CPU,

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from packtrain.conversion.calibration.block_streams import StreamGraphs, TokenBatch, padding_mask
-from packtrain.conversion.calibration.calibrated_rounding import PART, PASSING_NBYTES
+from packtrain.conversion.calibration.calibrated_rounding import PART, ROUNDED_NBYTES
 from packtrain.dtypes import Dtype
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.graph import Graph
@@ -143,7 +143,7 @@ def reading_plans(
         stream_nbytes = 2 * 4 * batches * at_once * seq_len * values_per_token(adapted.config)
         matrix = 4 * width * width
         nbytes = fixed + stream_nbytes + max(4 * matrix, 2 * matrix + NUM_BUFFERS * 4 * PART)
-        pages = window_nbytes + PASSING_NBYTES
+        pages = window_nbytes + ROUNDED_NBYTES
         yield ReadingPlan(at_once, seq_len, batches, width, nbytes, pages, target)
 
 

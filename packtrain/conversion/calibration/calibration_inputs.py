@@ -47,9 +47,7 @@ class ReadingPlan:
     batches: int
     max_columns: int  # most columns that compensate each other's errors
     nbytes: int
-    window_nbytes: (
-        int  # least pages of the model and of the written file in memory, where they are limited
-    )
+    window_nbytes: int = 0  # least pages of the read and written models, where pages are limited
     target: Target = CPU  # backends on which the streams run
 
     def __str__(self) -> str:

@@ -109,7 +109,8 @@ EXPECTED_DIFFERENCES = {
     r"logprobs\.(text_offset|token_logprobs|tokens|top_logprobs): list here": (
         "probabilities of /v1/completions are in OpenAI's lists, too, which its clients read"
     ),
-    r"^/metrics .*spec_decode": "no drafts are guessed, so there are no counts of them",
+    r"^\S+ type: text here, none": "errors have the type around them that Anthropic's clients read",
+    r"^/props model_hash: text here": "the page tells by it which model has answered",
     r"^/props (media_marker|cors_proxy_enabled|ui_settings): none here": (
         "there are no images, no proxy and no settings of llama-server's page"
     ),

@@ -58,6 +58,18 @@ def test_samples_cost_something(name):
             assert math.isfinite(took) and took > KNOWN_RATES.call
 
 
+@pytest.mark.parametrize("name", ["ssm_scan_cells", "delta_rule_cells", "short_conv_cells"])
+def test_scans_of_cells_cost_by_token(name):
+    costs_by_token = set()
+    for y in OPS[name].sample_rule():
+        step = step_of(y)
+        work = call_cost(step, step.results).work
+        leaf, x = step.call.inputs[:2]
+        unit = math.prod(leaf.shape[1:]) if "attend" in work else x.shape[1]
+        costs_by_token.add(sum(work.values()) / x.shape[0] / unit)
+    assert len(costs_by_token) == 1, costs_by_token
+
+
 @pytest.mark.parametrize("name", sorted(MULTIPLY))
 def test_what_multiplies_declares_it(name):
     assert OPS[name].sample_rule is not None

@@ -49,7 +49,7 @@ def cells_cost(num_products):
 
     def cost_rule(out, leaf, x, *other_inputs, **attrs):
         state_size = math.prod(leaf.shape[1:])
-        return Cost({"attend": num_products * len(x.shape) * state_size}, nbytes=4 * state_size)
+        return Cost({"attend": num_products * x.shape[0] * state_size}, nbytes=4 * state_size)
 
     return cost_rule
 

@@ -147,8 +147,8 @@ def _with_sums(
     graph = Graph({names[t]: gradient for t, gradient in gradients.items()})
     results, add_attention = dict[Tensor, Tensor](), cast(Any, ops.attention_back_sums)
 
-    def accumulated(ready: Sequence[Tensor]) -> Iterator[Tensor]:
-        for t in (t for t in totals if gradients[t] in ready):
+    def accumulated(computed: Sequence[Tensor]) -> Iterator[Tensor]:
+        for t in (t for t in totals if gradients[t] in computed):
             is_fresh = first_fresh if names[t] == "out.0" else fresh
             gradient = results.get(gradients[t], gradients[t])
             yield ops.accumulate(totals[t], gradient, is_fresh)

@@ -49,7 +49,11 @@ from tests.real import BASE
 from tests.test_ops import NOTHING, REFUSED
 
 pytestmark = pytest.mark.torch
-ONLY_ON_CPU = {"tiled", "tiled_back"}  # the search takes tiles of rows on the CPU alone
+ONLY_ON_CPU = {
+    "tiled",
+    "tiled_back",
+    "attention_back_sums",
+}  # the search takes tiles of rows on the CPU alone
 COMPUTED = sorted(name for name, op in OPS.items() if not op.view and name not in ONLY_ON_CPU)
 TORCH_CPU, FAR = TorchHost("torch:cpu"), TorchDevice("far", "cpu")
 GPU = "cuda" if find_spec("torch") and kernels.torch().cuda.is_available() else None

@@ -13,7 +13,8 @@ from packtrain.training.checkpoints import TrainingCheckpoint
 
 
 def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
-    """Return the parts of weights that this rank updates (ZeRO): {part's name: (weight's name, first element)}."""
+    """Return the parts of weights that this rank updates (ZeRO), {part's name: (weight's name, index of the part's
+    first number in the flat weight)}; {} if each rank updates all weights."""
     rank_share = plans.shape.moment_share
     if rank_share is None:
         return {}
@@ -27,7 +28,8 @@ def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
 def restore(
     session: Session, plans: TrainingPlans, checkpoint: TrainingCheckpoint, moments: bool = True
 ) -> None:
-    """Set weights and optimizer moments, or this rank's parts of them, from a checkpoint; or zero moments."""
+    """Set weights and optimizer moments, or this rank's parts of them, from a checkpoint; not `moments`: zero
+    moments."""
     for name, leaf in plans.checkpoint_tensors.items():
         if leaf.role == "moment" and not moments:
             session.fill(name, lambda array: array.fill(0))

@@ -1,8 +1,7 @@
 """Checkpoints: everything that a run needs to resume bit for bit, in one GGUF file with a checksum.
 
 Progress and leaves are stored by name. The previous checkpoint is kept as `.previous`, and loading takes the newest
-valid one, so that a kill at any moment leaves a valid checkpoint.
-"""
+valid one, so that a kill at any moment leaves a valid checkpoint."""
 
 import hashlib
 import json
@@ -61,7 +60,8 @@ class TrainingProgress:
         )
 
     def with_train_loss(self, loss: float, norm: float, num_past: int) -> "TrainingProgress":
-        """Return the progress after a step with a finite loss; saves the last `num_past` + 1 training losses."""
+        """Return the progress after a step with a finite loss, where `norm` is the gradient's; keeps the last
+        `num_past` + 1 training losses in `recent`."""
         recent = (*self.recent, loss)[-1 - num_past :]
         is_better = loss < self.lowest
         lowest, unimproved = (loss, 0) if is_better else (self.lowest, self.unimproved + 1)
@@ -70,7 +70,8 @@ class TrainingProgress:
     def validated(
         self, loss: float, eog_counts: tuple[int, int] = (0, 0), best: bool = False
     ) -> "TrainingProgress":
-        """Return the progress after a validation; with `best`, `ends` stays that of the best step, the result."""
+        """Return the progress after a validation with this mean loss; `eog_counts` as in ValidationResult. With `best`
+        (the run's result is its best step, not its last), `ends` stays that of the best step."""
         if loss < self.best:
             return replace(
                 self, best=loss, stale=0, best_step=self.step, last=loss, ends=eog_counts
@@ -133,7 +134,7 @@ def copy(path: Path, target: Path) -> None:
 
 
 def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of a run's progress, its description and all its weights and moments."""
+    """Return the SHA-256 of a checkpoint: JSON texts of progress and description, weights and moments, all by name."""
     digest = hashlib.sha256()
     for key, text in json_texts.items():
         digest.update(f"{key}={text}\n".encode())

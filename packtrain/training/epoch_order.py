@@ -10,13 +10,14 @@ RoundKeys = tuple[int, ...]  # keys of an epoch, which permute any number of ite
 
 
 def round_keys(seed: int, epoch: int, key: int = 0) -> RoundKeys:
-    """Draw the keys of an epoch's order by (seed, epoch, key); another `key`, as of a reshuffle, reorders it."""
+    """Draw the keys of an epoch's order, for `item_at`, by (seed, epoch, key); another `key` gives another order."""
     seed_sequence = np.random.SeedSequence([seed % (1 << 64), epoch, *([key] if key else [])])
     return tuple(seed_sequence.generate_state(ROUNDS, np.uint64).tolist())
 
 
 def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
-    """Return the item at position `index` of a random permutation of range(num_items), fixed by `keys` and `salt`."""
+    """Return the item at position `index` of a random permutation of range(num_items), which `keys` and `salt`
+    determine: callers that draw several permutations with equal keys give each a salt (any number) of its own."""
     half_bits = (num_items - 1).bit_length() + 1 >> 1
     mask = (1 << half_bits) - 1
     while True:
@@ -33,7 +34,7 @@ def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
 
 
 def items_at(positions: np.ndarray, num_items: int, keys: RoundKeys) -> np.ndarray:
-    """Return the items at an array of positions of a permutation of range(num_items), another than `item_at`'s. Four
+    """Return the items at `positions` (an array) of a permutation of range(num_items), another than `item_at`'s. Four
     rounds of multiply, add and xor-shift: each maps the numbers below a power of two one to one."""
     num_bits = (num_items - 1).bit_length()
     mask, shift = (1 << num_bits) - 1, num_bits + 1 >> 1

@@ -4,8 +4,7 @@
     9,000 examples in 4,000 rows       ->  4 rows a step, 1 epoch: 1,000 updates
 
 Rates: LoRA Without Regret (Schulman et al. 2025) finds that the best rate falls with the width, does not depend on the
-rank at a fixed alpha / rank, and is ten times that of full fine-tuning; docs/figures.md has the sweep behind RATE.
-"""
+rank at a fixed alpha / rank, and is ten times that of full fine-tuning; docs/figures.md has the sweep behind RATE."""
 
 import math
 from dataclasses import replace
@@ -33,7 +32,7 @@ REPLAY_TEXTS, REPLAY_TOKENS = 64, 128  # texts that the base writes, and tokens 
 
 
 def default_rate(settings: TuneSettings, width: int) -> float:
-    """Return the default peak learning rate for a model of `width`, rounded to two digits."""
+    """Return the default peak learning rate for a model with embeddings of `width` numbers, rounded to two digits."""
     rate = RATE * (WIDTH / width) ** POWER
     rate *= (FULL if settings.full else 1) * (PAIR_RATE_SHARE if settings.loss != NEXT_TOKEN else 1)
     return float(f"{rate:.1e}")
@@ -45,8 +44,8 @@ def default_alpha(rslora: bool, rank: int) -> float:
 
 
 def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: int) -> TuneSettings:
-    """Return the settings with defaults for learning rate, batch size and epochs, by the model's width and the training
-    data: `examples` of them share `num_rows` rows."""
+    """Return the settings with defaults for learning rate, batch size and epochs, by the model's embedding `width` and
+    the training data: `examples` is how many there are, packed into `num_rows` rows."""
     if settings.lr is None and settings.optimizer != "lbfgs" and not resumes_run(settings):
         settings = replace(settings, lr=default_rate(settings, width))
     num_epochs = settings.epochs

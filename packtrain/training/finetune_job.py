@@ -1,7 +1,6 @@
 """Fine-tuning the model of a file: settings in, a TrainingJob out, like `training.training_job` for a new model.
 
-Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file.
-"""
+Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file."""
 
 import math
 import zlib

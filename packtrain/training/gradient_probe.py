@@ -1,8 +1,7 @@
 """A check before step 1 of fine-tuning: does every trained tensor get a gradient?
 
 Runs one step with a learning rate at which any gradient changes its tensor; B of the LoRA adapters is set to small
-random numbers for it. Then all values are restored from the file and the seed.
-"""
+random numbers for it. Then all values are restored from the file and the seed."""
 
 import zlib
 from collections.abc import Callable
@@ -57,14 +56,15 @@ def _init_small(array: np.ndarray, draw: np.random.Generator) -> None:
 
 
 def _part_digests(array: np.ndarray) -> list[int]:
-    """Return the checksum of an array, or of each expert's part of a 3-D array."""
+    """Return checksums of an array: one, or one for each expert's part of a 3-D array."""
     return [zlib.crc32(part.data) for part in (array if array.ndim == 3 else array[None])]
 
 
 def _report_unreached(
     unmoved: dict[str, list[int]], part_digests: dict[str, list[int]], report: Callable[[str], None]
 ) -> None:
-    """Raise NoGradient for tensors that are unchanged in all parts; report single experts (parts) unchanged."""
+    """Raise NoGradient for tensors of which a step changed no part; report the others' unchanged parts (experts).
+    `unmoved`: indices of unchanged parts by tensor; `part_digests`: each tensor's checksums, one for each part."""
     dead = [
         name for name, unchanged in unmoved.items() if len(unchanged) == len(part_digests[name])
     ]

@@ -1,8 +1,7 @@
 """Sums of gradients over ranks, exchanged while the backward pass goes on.
 
 A hook between graph steps, not an op: an `all_reduce` op would have to know which micro-batch is the last, and would
-need a kernel per backend for no computation.
-"""
+need a kernel per backend for no computation."""
 
 from collections.abc import Callable, Sequence
 

@@ -40,7 +40,8 @@ class IndexedBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def epoch_positions(self, index: int) -> tuple[RoundKeys, range]:
-        """Return the keys of the epoch's random order, and the positions in that order of the rows of batch `index`."""
+        """Return the keys of the epoch's order, and the places there of batch `index`'s rows; `index` runs on over
+        epochs."""
         epoch, batch = divmod(index, len(self))
         keys = round_keys(self.seed, epoch, self.shuffle_key)
         return keys, range(batch * self.rows, (batch + 1) * self.rows)

@@ -48,7 +48,8 @@ class LrSchedule:
         return self.lr_min + (self.lr - self.lr_min) * max(decay_factor, 0.0)
 
     def _cycle_share(self, decay_share: float) -> float:
-        """Return how much of its current cycle is done, 0 to 1, when `decay_share` of the whole decay is done."""
+        """Return the share done of the current cycle when `decay_share` of the whole decay is done, both from 0 to
+        1."""
         cycle_lengths = [self.cycle_growth**i for i in range(self.num_cycles)]
         remaining_share = decay_share * sum(cycle_lengths)
         while remaining_share >= cycle_lengths[0] and len(cycle_lengths) > 1:
@@ -57,5 +58,5 @@ class LrSchedule:
 
 
 def steps_per_eval(requested: int | None, steps: int) -> int:
-    """Return the steps between validations: `requested`, or about an eighth of the run, from 5 to 200."""
+    """Return the number of steps between validations: `requested`, or about an eighth of all `steps`, from 5 to 200."""
     return min(max(-(-steps // 8), 5), 200) if requested is None else requested

@@ -25,8 +25,9 @@ def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU,
     resident: str | None = None,
 ) -> Executor:  # fmt: skip
-    """Create an executor that returns the `losses` of batches, see transformer.loss, with weights mapped from the
-    model's file. `resident` limits this process and the file's pages in memory, together, as of Context."""
+    """Create an executor that returns the `losses` of batches of `rows` × `time` tokens, with weights mapped from the
+    model's file; `chunk` and `skipped` as in transformer.loss. `resident`, such as "2G", limits the process's memory
+    and the file's pages together. Raises DoesNotFit."""
     placed, plan = loss_plan(model, rows, time, chunk, skipped, target)
     available_nbytes = total_nbytes()
     if plan.arena().nbytes > available_nbytes:
@@ -43,7 +44,8 @@ def loss_executor(
 def loss_plan(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> tuple[Placed, Plan]:
-    """Place the graph of `transformer.loss` for `rows` × `time` tokens on devices; returns it and its memory plan."""
+    """Place the graph of `transformer.loss`, whose `chunk` and `skipped` these are, for batches of `rows` × `time`
+    tokens; returns the placed graph and its memory plan."""
     leaves = transformer.weights(model.config, model.matrix_dtypes())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)
@@ -51,7 +53,7 @@ def loss_plan(
 
 
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    """Run batches, and yield for each the losses (N,) f32 of its targets with a weight above 0, in order."""
+    """Run batches by `loss_executor`; yields each batch's losses (N,) f32 of targets of weight above 0, in order."""
     for batch in batches:
         yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
 

@@ -1,7 +1,6 @@
 """Batches of pairs of answers, for the losses of `models.preference_loss`.
 
-The samples 2i and 2i + 1 are the chosen and the rejected answer of pair i; a row holds whole pairs.
-"""
+The samples 2i and 2i + 1 are the chosen and the rejected answer of pair i; a row holds whole pairs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -67,19 +66,22 @@ class PairBatches(SampleBatches):
 
 
 def answer_logps(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return log-probabilities (rows, 2P) of a batch's answers from the losses (rows, time) of its targets."""
+    """Return log-probabilities (rows, 2P) of a batch's answers, each row's P chosen ones before its rejected ones, from
+    the losses (rows, time) of its targets."""
     return np.asarray(-(batch[SIDES_INPUT].astype(np.float64) * losses[:, None]).sum(-1))
 
 
 def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Reorder log-probabilities (rows, 2P) of answers to (N, 2) for the batch's N real pairs: chosen, then rejected."""
+    """Pick the batch's N real pairs (not padding) from `logps` (rows, 2P), ordered as in answer_logps; returns (N, 2):
+    a pair's chosen answer, then its rejected one."""
     return np.asarray(logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)[batch[PAIRS] > 0])
 
 
 def pair_measures(
     preference: PreferenceLoss, logps: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return arrays over a batch's pairs, `loss` and the rewards `chosen` and `rejected`, from `logps` (rows, 2P)."""
+    """Return arrays (N,) over a batch's pairs by name, `loss` and the rewards `chosen` and `rejected`, from `logps`
+    (rows, 2P) of answer_logps."""
     reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
     shares = batch[SHARES][batch[PAIRS] > 0] if preference.needs_shares else 1.0
     return preference.loss_and_rewards(
@@ -101,5 +103,5 @@ def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, fl
 
 
 def chosen_wins(margins: np.ndarray) -> np.ndarray:
-    """Return 1 where the chosen answer's reward is higher, 1/2 where both are equal but for rounding, else 0."""
+    """Return for each margin, chosen minus rejected reward: 1 above 0, 1/2 if 0 but for rounding, else 0."""
     return np.where(np.abs(margins) < TIE_MARGIN, 0.5, margins > 0)

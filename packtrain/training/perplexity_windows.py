@@ -1,8 +1,7 @@
 """Windows of one long text, cut as in llama-perplexity; batches of them are inputs of `transformer.loss`.
 
 The text is one stream of tokens. BOS replaces the first token of a window, and only predictions in its second half
-are scored, so that each has at least half a window of context. An incomplete window at the end is not measured.
-"""
+are scored, so that each has at least half a window of context. An incomplete window at the end is not measured."""
 
 import math
 from array import array

@@ -1,7 +1,6 @@
 """Outputs of another model on samples: computed once, before step 1, and saved in the run folder for a resumed run.
 
-Ranks share out the computation; each rank gets all results, and rank 0 saves them.
-"""
+Ranks share out the computation; each rank gets all results, and rank 0 saves them."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +45,7 @@ class SampleSubset:
 
 
 def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarray) -> list[int]:
-    """Return the ids of those `unknown` samples, (samples,) bool, that the run's steps will read."""
+    """Return the ids of samples that the run's steps read and that are `unknown`, bool (samples,): not computed."""
     num_batches = job.steps * job.settings.grad_accumulation_steps
     if batches is job.train and num_batches < len(batches):
         is_seen = np.zeros(len(unknown), bool)
@@ -58,7 +57,8 @@ def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarra
 
 
 def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterator[list[T]]:
-    """Compute read_item(i) for i < num_items, shared out over ranks; yields each round's results, on all ranks."""
+    """Compute read_item(i) for i < num_items, one per rank and round; yields each round's results in order, on all
+    ranks."""
     world = current_world()
     for first_index in range(world.rank, num_items + world.rank, world.world_size):
         gathered = world.gather(read_item(first_index) if first_index < num_items else [])
@@ -90,7 +90,7 @@ def run_saved(
 
 
 def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Fill the arrays of all ranks with results saved earlier on rank 0, if they match, see `read_arrays`."""
+    """Fill the arrays, on all ranks, from rank 0's file if it has this mark, see `write_arrays`; else leave them."""
     world = current_world()
     if world.rank == 0:
         read_arrays(path, mark, arrays)
@@ -102,7 +102,7 @@ def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> N
 
 
 def write_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays on rank 0; `mark` identifies the data, the model and the settings that they belong to."""
+    """Write the arrays on rank 0; `mark`, a text, identifies the data, model and settings that they belong to."""
     if current_world().rank:
         return
     named_arrays: dict[str, Any] = {"mark": np.array(mark), **arrays}

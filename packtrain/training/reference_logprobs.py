@@ -1,8 +1,7 @@
 """Log-probabilities of answers by the reference model: the base as training finds it, before step 1.
 
 An adapter adds nothing then, so that the evaluation plan of the run computes them and no second model is needed. Each
-answer is read once, by one of the ranks; rank 0 saves the numbers in the run folder, where a resumed run reads them.
-"""
+answer is read once, by one of the ranks; rank 0 saves the numbers in the run folder, where a resumed run reads them."""
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain
@@ -58,7 +57,8 @@ def compute_reference_logps(
 def _compute(
     job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
 ) -> Iterator[int]:
-    """Compute and store log-probabilities of samples, a batch per rank and round; yields how many in each round."""
+    """Compute samples' log-probabilities and store them in `part`, a batch per rank and round; yields each round's
+    count."""
     if not sample_ids:
         return
     subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]

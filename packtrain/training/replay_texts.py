@@ -2,8 +2,7 @@
 
 The base writes them from nothing, at temperature 1; rank 0 saves them in the run folder with what the base finds likely
 in them, where a resumed run reads them. Own texts of the base need no download. The divergence takes the whole
-vocabulary: the likeliest 64 tokens plus the drawn one, though unbiased, were learned by heart within three passes.
-"""
+vocabulary: the likeliest 64 tokens plus the drawn one, though unbiased, were learned by heart within three passes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,12 +76,8 @@ class ReplayBatches(SampleBatches):
 def write_texts(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Let the base write the replay texts that the run's steps read, unless they are saved in `folder`.
-
-    limit  most private bytes of the process
-
-    Raises DoesNotFit, and Interrupted if `stopped()`.
-    """
+    """Let the base write the replay texts that the run's steps read, unless they are saved in `folder`; `limit`: most
+    private bytes of the process, or None. Raises DoesNotFit, and Interrupted if `stopped()`."""
     train = job.train
     if not isinstance(train, ReplayBatches):
         return
@@ -123,7 +118,8 @@ def _num_used_texts(job: TrainingJob, train: ReplayBatches) -> int:
 def _write_missing(
     train: ReplayBatches, job: TrainingJob, missing: np.ndarray, limit: int | None
 ) -> Iterator[int]:
-    """Let the base write texts that are missing; yields how many are done after each round of all ranks."""
+    """Let the base write the texts with numbers `missing`; yields how many are done in all after each round of all
+    ranks."""
     writer = _ReplayWriter(train, limit, job)
     groups = [missing[at : at + writer.together] for at in range(0, len(missing), writer.together)]
 

@@ -293,7 +293,7 @@ class RunSettings:
 
     @property
     def resident_nbytes(self) -> int | None:
-        """The limit on private memory and pages of the base together; None if pages are not limited."""
+        """The limit, in bytes, on private memory and pages of the base together; None if pages are not limited."""
         name, text = ("--memory", self.memory) if self.strict else ("--resident", self.resident)
         return None if text is None else parse_size(text, name)
 

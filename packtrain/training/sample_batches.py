@@ -1,8 +1,7 @@
 """Batches of tokenized samples, like training.text_batches for running text.
 
 Turns samples into inputs of `transformer.loss`; `weights` is 1 for a target in the loss. Samples that share a row
-are separated by `seq` and `pos`: none attends to another.
-"""
+are separated by `seq` and `pos`: none attends to another."""
 
 from typing import Literal
 
@@ -92,7 +91,7 @@ class SampleBatches(IndexedBatches):
         return [int(self._order[self._swapped_rank(rank, keys)]) for rank in item_ranks]
 
     def _swapped_rank(self, rank: int, keys: RoundKeys) -> int:
-        """Return the place in `_order` of the item, of equal length, that replaces item `rank` in this epoch."""
+        """Return the place in `_order` of the item that this epoch reads in place of item `rank`, of equal length."""
         if not (self.pack and self.shuffle):
             return rank
         shortness = self._shortness[rank]
@@ -141,19 +140,19 @@ class SampleBatches(IndexedBatches):
 
 
 def row_length(max_length: int, *lengths: np.ndarray) -> int:
-    """Return the row length that holds the longest item, from MIN_ROW_LENGTH to `max_length` targets."""
+    """Return a row's targets: the largest of all `lengths` of items, but from MIN_ROW_LENGTH to `max_length`."""
     longest = max(int(item_lengths.max()) for item_lengths in lengths)
     return min(max_length, max(longest, MIN_ROW_LENGTH))
 
 
 def _group_by_row(row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort samples by their rows; returns the samples' numbers, row after row, and where each row begins."""
+    """Sort items by their rows, `row_of`; returns the items' numbers, row after row, and where each row begins."""
     by_row = np.argsort(row_of, kind="stable").astype(np.int32)
     return by_row, np.append(0, np.cumsum(np.bincount(row_of))).astype(np.int32)
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
-    """Return each sample's row: the fullest row of `time` targets that has room for the sample, else a new one."""
+    """Return each item's row, by its number of targets: the fullest row of `time` targets with room, else a new row."""
     rows = np.empty(len(lengths), np.int32)
     rows_by_room: list[list[int]] = [[] for _ in range(time + 1)]
     room_bits, num_rows = 0, 0  # bit r of `room_bits`: some row has room for r more

@@ -1,8 +1,7 @@
 """Teacher logits: a teacher's likeliest tokens, with their logits, at every target that a run will see.
 
 Computed once, before the memory of the run is taken, each sample by one of several ranks; rank 0 saves them in the run
-folder, where a resumed run reads them.
-"""
+folder, where a resumed run reads them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -105,10 +104,8 @@ class TeacherReader:
     def __init__(
         self, model: ModelFile, time: int, logit_sizes: tuple[int, int], limit: int | None, target: Target,
     ) -> None:  # fmt: skip
-        """logit_sizes: numbers of top tokens, and of tokens in both vocabularies; limit: most bytes of the process.
-
-        Raises DoesNotFit.
-        """
+        """logit_sizes: (number of top tokens, number of first ids that both vocabularies share); limit: most private
+        bytes of the process. Raises DoesNotFit."""
         w = transformer.weights(model.config, model.matrix_dtypes())
         self._session = Session(target.limits)
         self._session.share(model.stored())
@@ -124,7 +121,8 @@ class TeacherReader:
         self._run = self._session.executors(placed, plans)
 
     def read_targets(self, batch: Mapping[str, np.ndarray], num_top: int) -> np.ndarray:
-        """Return the teacher's `num_top` likeliest ids with logits for each weighted target of a one-row batch."""
+        """Return for each weighted target of a one-row batch the `num_top` likeliest ids and logits, see
+        unknown_records."""
         inputs = {name: batch[name] for name in ("tokens", "pos", "seq")}
         hidden = self._run["read"](inputs)["hidden"][0]
         positions = np.flatnonzero(batch["weights"][0])
@@ -142,11 +140,8 @@ class TeacherReader:
 def compute_teacher_logits(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Compute the teacher's logits for the batches that the run will see, unless they are saved.
-
-    limit  most private bytes of the process
-    Raises DoesNotFit, and Interrupted if `stopped()`.
-    """
+    """Compute the teacher's logits for the batches that the run will see, unless they are saved in `folder`; `limit`:
+    most private bytes of the process, or None. Raises DoesNotFit, and Interrupted if `stopped()`."""
     train = job.train
     if not isinstance(train, TeacherBatches):
         return
@@ -165,7 +160,7 @@ def compute_teacher_logits(
 
 
 def _compute(train: TeacherBatches, reader: TeacherReader, sample_ids: list[int]) -> Iterator[int]:
-    """Compute and store the teacher's logits of samples; yields after each round how many samples are done."""
+    """Compute samples' teacher logits and store them in `train`; yields how many samples are done after each round."""
     subset: Any = precomputed.SampleSubset(train.samples, sample_ids)
     batches = SampleBatches(subset, 1, train.time, shuffle=False)
     num_done = 0

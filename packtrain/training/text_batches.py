@@ -1,7 +1,6 @@
 """Batches of running text: windows over a stream of documents, as inputs of `transformer.loss`.
 
-`weights` is 1 for a target in the loss, and 0 for padding and the step from one document to the next.
-"""
+`weights` is 1 for a target in the loss, and 0 for padding and the step from one document to the next."""
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class TextBatches(IndexedBatches):
         return self._make_row(*self._window_at(position, keys), keys)
 
     def _window_at(self, position: int, keys: RoundKeys) -> tuple[int, int]:
-        """Return where the window at a position of the epoch starts in the token stream, and its number of targets."""
+        """Return the index in the token stream at which the window at a position starts, and its number of targets."""
         if position >= self.windows:
             return 0, 0
         offset = item_at(0, self.size, keys, OFFSET_SALT) if self.random_offsets else 0
@@ -61,7 +60,7 @@ class TextBatches(IndexedBatches):
         return int(self._stretch_starts[stretch]) + skipped + offset, num_targets
 
     def _shuffled_positions(self, token_start: int, count: int, keys: RoundKeys) -> np.ndarray:
-        """Return the positions in the file of `count` tokens of the epoch's shuffled stream, a ring."""
+        """Return the file positions of `count` tokens from `token_start` on in the epoch's shuffled stream, a ring."""
         if keys != self._ordered_keys:
             # the place in the epoch's stream at which each block of documents begins
             place = 0
@@ -87,7 +86,8 @@ class TextBatches(IndexedBatches):
     def _shuffled_documents(
         self, first: int, count: int, keys: RoundKeys
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return where up to `count` documents of the epoch's order begin in the file, and their numbers of tokens."""
+        """Return where `count` documents, from number `first` of the epoch's order on, begin in the file, and their
+        lengths."""
         starts = self.tokens.starts
         documents = items_at(np.arange(first, min(first + count, len(starts))), len(starts), keys)
         next_starts = starts[(documents + 1) % len(starts)]
@@ -95,7 +95,8 @@ class TextBatches(IndexedBatches):
         return starts[documents], next_starts - starts[documents]
 
     def _make_row(self, token_start: int, count: int, keys: RoundKeys) -> Batch:
-        """Build a row of `count` targets, which follow `token_start`; the rest is padding, as a separate document."""
+        """Build a row of `count` targets, which follow stream index `token_start`; the rest is padding, as a
+        document."""
         positions = (token_start + np.arange(count + 1)) % self.size
         if self.shuffle_samples:
             positions = self._shuffled_positions(token_start, count + 1, keys)

@@ -93,7 +93,8 @@ class EngineStep:
         self.outputs = self.latest_outputs
 
     def evaluate_and_update(self, hyper: Batch) -> Batch:
-        """Evaluate the batch and update the weights; returns `loss` and `squares`, the squared norm of the gradient."""
+        """Evaluate the batch and update the weights; `hyper`: the optimizer's numbers for this step by input name, such
+        as its learning rate. Returns `loss` and `squares`, the squared norm of the gradient."""
         if STEP in self.run:
             return self._run_graph(STEP, [{**self.batch_shares[0], **hyper, **self.rounding}])[0]
         if MEASURE not in self.run:
@@ -114,7 +115,8 @@ class EngineStep:
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        """Update the weights by the summed gradients; returns the update graph's outputs, such as the squared norm."""
+        """Update the weights by the gradients that `evaluate` summed; `hyper` as in evaluate_and_update. Returns the
+        update graph's outputs, such as `squares`."""
         executor, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
         updated = executor({name: values[name] for name in values.keys() & executor.inputs.keys()})
         if self.sums is not None:
@@ -163,8 +165,8 @@ class StepEngine:
     def run_step(
         self, optimizer: Optimizer, batch_shares: Sequence[Batch], step_number: int, num_updates: int, lr: float
     ) -> tuple[EngineStep, Batch]:  # fmt: skip
-        """Run a step, the optimizer's update `num_updates`, on the inputs of each micro-batch; returns the step and its
-        outputs `loss` and `squares` (squared gradient norm). The optimizer decides how often the graph runs."""
+        """Run a step, the optimizer's update number `num_updates`, on the inputs of each micro-batch; returns the step
+        and its outputs `loss` and `squares` (squared gradient norm). The optimizer decides how often the graph runs."""
         is_stochastic = any(ROUNDING in executor.inputs for executor in self.run.values())
         rounding = {ROUNDING: np.array([self.seed, step_number], np.int64)} if is_stochastic else {}
         engine_step = EngineStep(self.run, batch_shares, rounding, self.before, self.sums)
@@ -241,7 +243,7 @@ class TrainingEngine(StepEngine):
             logps = logps[rows:]
 
     def _shares(self, batches: Sequence[Batch], tokens: float, step_number: int) -> list[Batch]:
-        """Return the inputs of each micro-batch, with weights that add up to 1 over the step and all ranks."""
+        """Return each micro-batch's inputs, weights divided by `tokens`: the step's trained tokens on all ranks."""
         if self.plans.shape.preference:
             local_pairs = float(sum(batch[PAIRS].sum() for batch in batches))
             num_pairs = np.float32(current_world().total(local_pairs) or 1)
@@ -274,7 +276,7 @@ def _same_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> b
 
 
 def with_targets(batch: Batch) -> Batch:
-    """Return the targets of a batch, -1 where the weight is 0, so that the head leaves the position out."""
+    """Return the input `targets` of a batch, -1 where the weight is 0, so that the head leaves the position out."""
     return {"targets": np.where(batch["weights"] > 0, batch["targets"], np.int32(-1))}
 
 
@@ -310,7 +312,8 @@ def _share_out(batches: Iterable[Batch], world: World, measure: Callable[[Batch]
 
 
 def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSums:
-    """Return each row's loss sum and weight, the weight of likeliest tokens, and ValidationResult.eog_counts."""
+    """Run a batch; returns each row's sum of losses and of weights, the weight of targets that were the likeliest
+    token, and ValidationResult.eog_counts."""
     outputs, weights = run({**batch, **with_targets(batch)}), batch["weights"]
     losses = outputs["losses"].astype(np.float64)
     hits = outputs.get("right", np.float64(math.nan))

@@ -60,7 +60,7 @@ class TrainableModel(Protocol):
         """Write the trained tensors, which `view` returns by name, to a GGUF file, under their own names."""
 
     def write_result(self, view: WeightReader) -> None:
-        """Write the run's result in the format that the settings ask for; `view` returns trained tensors."""
+        """Write the run's result in the format that the settings ask for; view(name) returns a trained tensor."""
 
     def output_files(self) -> Mapping[Path, int]:
         """Return the files of the result, each with an upper bound of its bytes."""
@@ -124,7 +124,7 @@ class TrainingJob:
             yield from self._parts(self.valid[i * num_valid // num_batches])
 
     def counted(self, report: Callable[[int, int], None]) -> Iterator[Batch]:
-        """Yield the batches of one validation, and report progress after each."""
+        """Yield the batches of one validation, and call report(done, total) after each."""
         size = self.shape.micro_batch_size
         num_parts = self.num_eval_batches * -(-self.settings.batch_size // size)
         for num_done, batch in enumerate(self.validation_batches(), 1):
@@ -144,7 +144,7 @@ class TrainingJob:
     def _parts(
         self, batch: Mapping[str, Any], row_start: int = 0, row_end: int | None = None
     ) -> list[Batch]:
-        """Cut rows of a batch into micro-batches."""
+        """Cut rows row_start … row_end (None: the last) of a batch into micro-batches."""
         rows = self.shape.micro_batch_size
         starts = range(row_start, self.settings.batch_size if row_end is None else row_end, rows)
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
@@ -260,7 +260,8 @@ def shape_of(
     settings: RunSettings, config: Config, rows: int, time: int, has_eval: bool, base: BaseModel | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> StepShape:  # fmt: skip
-    """Return the sizes and options of a training step, for the planner. Raises InputError for what the device lacks."""
+    """Return the sizes and options of a step with micro-batches of `rows` × `time` tokens, for the planner. `has_eval`:
+    the run validates; `base`: the model to tune, None: a new one. Raises InputError for what the device lacks."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, report, None)
@@ -290,7 +291,7 @@ def shape_of(
 def _moment_share(
     settings: RunSettings, optimizer: type[Optimizer], base: BaseModel | None
 ) -> RankShare | None:
-    """Return (rank, ranks) if --zero shares out the optimizer's moments, else None. Raises InputError."""
+    """Return (rank, number of ranks) if --zero shares out the optimizer's moments, else None. Raises InputError."""
     if current_world().world_size == 1 and settings.zero and not settings.resume:
         fact = f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
         raise InputError(fact)
@@ -343,7 +344,7 @@ def check_split(val_split: float) -> None:
 
 
 def make_schedule(settings: RunSettings, batches: int) -> LrSchedule:
-    """Create the learning-rate schedule for --iters steps, or for the steps of --epochs."""
+    """Create the learning-rate schedule for --iters steps, or for --epochs passes over an epoch's `batches`."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
     steps = steps if settings.iters is None else settings.iters

@@ -162,7 +162,8 @@ class TrainingLoop:
         self.events.checkpoint_saved(self.checkpoint)
 
     def _save_as(self, pattern: str, write_file: Callable[[Path], object]) -> None:
-        """Write a file named by `pattern` with the step for ITERATION, and link it with LATEST; "" writes nothing."""
+        """Call write_file(path), path: `pattern` with the step for ITERATION; link it with LATEST. "" writes
+        nothing."""
         if not pattern:
             return
         numbered_path, latest_path = (

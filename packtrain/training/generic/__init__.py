@@ -1,7 +1,6 @@
 """Training of any model: datasets, epochs, fit; saved as GGUF by leaf names.
 
-A model is a loss of a physical batch of datapoints. This package knows no language models.
-"""
+A model is a loss of a physical batch of datapoints. This package knows no language models."""
 
 from packtrain.training.generic.dataset import Dataset
 from packtrain.training.generic.epochs import Batch, Callbacks, epoch, evaluate

@@ -46,7 +46,7 @@ class Dataset:
         return len(next(iter(self.columns.values())))
 
     def shuffled(self, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """Return `order` (positions of datapoints) with its shards, runs of neighbours, shuffled by (seed, epoch)."""
+        """Return `order`, positions of datapoints, with runs of `shard` neighbours shuffled by (seed, epoch)."""
         shards = order.reshape(-1, self.shard)
         return shards[np.random.default_rng([seed, epoch]).permutation(len(shards))].reshape(-1)
 
@@ -88,7 +88,7 @@ def _as_array(name: str, column: Any) -> np.ndarray:
 
 
 def _copy_rows(name: str, column: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-    """Copy the rows `places` of a column into `out`, without a large temporary copy. Raises InputError."""
+    """Copy rows `places` of a column, `name` in errors, to `out`, without a large temporary copy. Raises InputError."""
     if column.dtype == out.dtype and column.flags.c_contiguous:
         np.take(column, places, 0, out, "clip")  # any other mode copies the rows once more
         return

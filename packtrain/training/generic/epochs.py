@@ -60,10 +60,11 @@ def epoch(
     trainer: Trainer, data: Dataset | Mapping[str, Any], split: int | None = None, *,
     order: np.ndarray | None = None, callbacks: Callbacks = NO_CALLBACKS, number: int = 1, keep: bool = False,
 ) -> tuple[Result, Result]:  # fmt: skip
-    """Train on the first `split` datapoints (None: all) and evaluate on the rest; returns both results.
+    """Train on the first `split` datapoints (None: all), evaluate on the rest; returns (training, evaluation) results.
 
     data    a Dataset, or its columns by name
     order   positions of the datapoints; None: as they are
+    number  the epoch's number, which callbacks get
     keep    whether to save predictions in the results
     Incomplete batches are left out: `split` and the rest should be multiples of the logical and physical batch.
     Raises InputError for data that does not fit the model; NotFinite.
@@ -89,7 +90,8 @@ def train_steps(
     trainer: Trainer, data: Dataset, order: np.ndarray, result: Result, callbacks: Callbacks = NO_CALLBACKS,
     number: int = 1,
 ) -> Iterator[float]:  # fmt: skip
-    """Train on the datapoints in this order; yields the gradient norm after each step. Raises NotFinite."""
+    """Train on the datapoints at positions `order`, and yield the gradient norm after each step. Adds each step's loss
+    and predictions to `result`; callbacks get the epoch's `number`. Raises NotFinite."""
     num_batches = len(order) // trainer.batch
     for batch_number, batch_arrays in enumerate(trainer.batches(data, trainer.batch, order), 1):
         batch_event = Batch(trainer, True, number, batch_number, num_batches, result)
@@ -105,7 +107,8 @@ def evaluate(
     trainer: Trainer, data: Dataset, order: np.ndarray | None = None, result: Result | None = None,
     callbacks: Callbacks = NO_CALLBACKS, number: int = 1,
 ) -> Result:  # fmt: skip
-    """Evaluate a dataset with the forward graph alone; returns loss, accuracy and predictions."""
+    """Evaluate the datapoints at positions `order` (None: all) with the forward graph alone. Returns `result`, by
+    default a new one, to which loss, accuracy and predictions are added; callbacks get the epoch's `number`."""
     result = result or Result(trainer.model.mean)
     num_batches = len(data if order is None else order) // trainer.rows
     for batch_number, batch_arrays in enumerate(trainer.batches(data, trainer.rows, order), 1):
@@ -117,7 +120,7 @@ def evaluate(
 
 
 def _add_outputs(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
-    """Add a physical batch's loss, number of correct labels and predictions to a result."""
+    """Add a physical batch's outputs of the forward graph (loss, correct labels, predictions) to a result."""
     correct = outputs.get("correct")
     loss = float(outputs.get(UNSCALED_LOSS, outputs["loss"]))
     num_correct, num_labels = None if correct is None else int(correct), trainer.model.label_count
@@ -129,7 +132,7 @@ def as_dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
 
 
 def check_dataset(trainer: Trainer, data: Dataset, label: str = "the dataset") -> None:
-    """Raise InputError unless the dataset's columns, with the trainer's extra inputs, match the model's inputs."""
+    """Raise InputError, which calls the data `label`, unless columns and extra inputs match the model's inputs."""
     inputs, extra_inputs, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
     for name, column in data.columns.items():
         if name not in inputs:

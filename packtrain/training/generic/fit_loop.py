@@ -189,7 +189,7 @@ class FitRun:
         return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
 
     def run_epoch(self, recorder: FitRecorder, stop: Callable[[], bool]) -> Epoch | None:
-        """Train the rest of the current epoch and validate; returns its results, or None if stopped."""
+        """Train the rest of the current epoch and validate; returns its results, None if `stop()` was true."""
         trainer, start_time = self.trainer, time.perf_counter()
         number, num_done_steps = divmod(trainer.done, self.steps)
         number += 1
@@ -213,7 +213,8 @@ def _make_run(
     trainer: Trainer, train_data: Dataset, valid_data: Dataset | None, val_split: float, seed: int | None,
     report: ReportFunction,
 ) -> FitRun:  # fmt: skip
-    """Check the datasets, hold out the validation share, and return the run over whole batches. Raises InputError."""
+    """Check the datasets, hold out the share `val_split`, and return the run over whole batches; `seed` chooses the
+    held-out datapoints and each epoch's order (None: both as in the file). Raises InputError."""
     epoch_steps.check_dataset(trainer, train_data)
     order = np.arange(len(train_data))
     if seed is not None:
@@ -248,8 +249,9 @@ def _make_run(
 def _with_schedule(
     callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
 ) -> Callbacks:
-    """Return the callbacks with a `before` that sets the learning rate of each step. A name is a schedule of `train`:
-    warm-up over a twentieth of the steps, then decay to a hundredth of the rate."""
+    """Return the callbacks with a `before` that sets each step's learning rate: schedule(step), or if `schedule` is a
+    name, that schedule of `train` from peak `lr` over `steps`: warm-up over a twentieth, then decay to a hundredth of
+    the rate."""
     if schedule is None:
         return callbacks
     if schedule not in SCHEDULE_NAMES and not callable(schedule):

@@ -80,7 +80,7 @@ class Model:
 
     @property
     def classes(self) -> tuple[str, int]:
-        """Name of the input with class ids, and the number of classes; ("", 0) if unknown."""
+        """Return (name of the input with class ids, number of classes); ("", 0) if unknown."""
         scores, labels = self.predictions, self.labels
         if scores is None or labels is None or (scores.dtype, labels.dtype) != (f32, i32):
             return "", 0

@@ -77,7 +77,7 @@ class FitRecorder:
         self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step
 
     def record_step(self, result: Result, norm: float) -> None:
-        """Note a step's mean loss (from the last of `result`), gradient norm and speed; the next record writes them."""
+        """Note a step's mean loss (the last added to `result`), gradient norm and speed for the next record."""
         self._write()
         seconds, step_end = time.perf_counter() - self.step_start, time.perf_counter()
         self.step_start, batch = step_end, self.trainer.batch

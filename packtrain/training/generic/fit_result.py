@@ -26,7 +26,8 @@ class Result:
         self, ndata: int, loss: float, correct: int | None, predictions: np.ndarray | None,
         labels: int | None = None,
     ) -> None:  # fmt: skip
-        """Add the outputs of a physical batch; `labels`, of which `correct` are right, defaults to `ndata`."""
+        """Add the outputs of a physical batch of `ndata` datapoints: its mean or summed `loss`, and how many of its
+        `labels` (None: `ndata`) the model predicted, `correct`."""
         self.ndata += ndata
         self.labels += ndata if labels is None else labels
         self.losses.append(loss)

@@ -102,8 +102,8 @@ class StepVariant:
 def choose(
     request: "FitRequest", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
 ) -> StepVariant:
-    """Return the first variant, fewest datapoints last, that fits `limit` bytes with the process's own `baseline`.
-    Raises DoesNotFit, which names the least limit."""
+    """Return the first variant, those with fewer datapoints at a time last, whose bytes fit `limit` together with
+    `baseline`, the process's private bytes before. Raises DoesNotFit, which names the least limit."""
     smallest: StepVariant | None = None
     before = private_nbytes()
     for rows in request.batch_sizes():
@@ -183,7 +183,8 @@ class FitRequest:
 def build_variant(
     request: FitRequest, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
 ) -> StepVariant | None:
-    """Build a step's graphs for `rows` datapoints at a time and plan their memory; None if nothing is recomputable."""
+    """Build a step's graphs for `rows` datapoints at a time and plan their memory; `recomputed` says which forward
+    values the backward pass computes again, see `_kept_values`. Returns None if the model has no such values."""
     model, micros = request.build_model(rows), (request.batch or rows) // rows
     eval_model = request.build_model(rows, for_eval=True)
     graphs = {EVALUATE: Graph(eval_model.outputs)}
@@ -207,7 +208,8 @@ def build_variant(
 def _training_graphs(
     model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
 ) -> dict[str, Graph]:
-    """Return the graphs of a step: one for all, or one per physical batch and one for the update."""
+    """Return the graphs of a step by name: one, STEP, or MICRO for each of `micros` physical batches and UPDATE for the
+    weights. `keep`: forward values to save, None: all; `norm`: the largest gradient norm, None: no clipping."""
     trained_weights = model.trained
     if norm is not None and optimizer.first_length is not None:
         raise InputError(f"{optimizer.name} finds the length of its steps itself, without max_norm")
@@ -227,7 +229,8 @@ def _training_graphs(
 
 
 def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
-    """Return the forward values to save: products with matrices, or every second of them; None: all values."""
+    """Return the forward values to save, None: all. `recomputed` is "" (save all), "all but products" (save products
+    with matrices) or "all but some products" (save every second product)."""
     if not recomputed:
         return None
     products = [

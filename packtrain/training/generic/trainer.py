@@ -154,8 +154,8 @@ class Trainer(StepEngine):
         return self.run[EVALUATE](self._graph_inputs(EVALUATE, batch, 0))
 
     def add_gradients(self, batch: Arrays, fresh: bool) -> Arrays:
-        """Add the gradients of a physical batch to their sums, which a `fresh` one resets; returns its outputs. Raises
-        InputError where a step has only one physical batch and one evaluation."""
+        """Add the gradients of a physical batch to their sums; with `fresh`, the sums begin anew. Returns the batch's
+        outputs. Raises InputError where a step has only one physical batch and one evaluation."""
         self._check_sums()
         self._num_summed = 1 if fresh else self._num_summed + 1
         fresh_flag = np.array(float(fresh), np.float32)
@@ -206,7 +206,8 @@ class Trainer(StepEngine):
             raise NotFinite(f"{fact}, as of {bad_steps} at the end")
 
     def _graph_inputs(self, graph: str, batch: Arrays, batch_number: int) -> dict[str, Any]:
-        """Return the inputs that a graph reads: columns of the batch, and inputs that are not data."""
+        """Return the inputs, by name, that the graph named `graph` reads: columns of the batch, and inputs that are not
+        data, which the user's function gives for `batch_number`."""
         input_names = self.run[graph].inputs
         candidates = {**batch, **self.inputs(batch_number)}
         return {name: value for name, value in candidates.items() if name in input_names}
@@ -226,7 +227,8 @@ class Trainer(StepEngine):
 
 
 def _check_choices(optimizer: Optimizer | None, **chosen: tuple[str, tuple[str, ...]]) -> None:
-    """Raise InputError unless each value is one of its choices, and the optimizer's settings are within bounds."""
+    """Raise InputError unless each argument, name=(value, choices), has a value among its choices, and the optimizer's
+    settings are within bounds."""
     for name, (value, choices) in chosen.items():
         if value not in choices:
             raise InputError(f"{name}={value!r} must be one of {', '.join(choices)}")

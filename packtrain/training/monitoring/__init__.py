@@ -1,7 +1,6 @@
 """Records of a run: metrics.jsonl, TensorBoard events, samples and the loss curve in its folder; drawing progress.
 
-Input: a record of numbers per step. It measures peak private memory, and knows nothing of models or training.
-"""
+Input: a record of numbers per step. It measures peak private memory, and knows nothing of models or training."""
 
 import os
 from collections.abc import Mapping

@@ -2,8 +2,7 @@
 
 Steps are collected in at most BINS bins of equal width, so that a run of any length needs the same few kilobytes. A
 picture shows the range and the running mean of the training loss, the validation losses, and where a loss was not
-finite. It has its own background, for light pages and dark ones.
-"""
+finite. It has its own background, for light pages and dark ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -132,8 +131,8 @@ def running_mean(values: np.ndarray, half_window: int) -> np.ndarray:
 def round_ticks(
     low: float, high: float, max_steps: int, min_step: float
 ) -> tuple[list[float], int]:
-    """Return an axis's ticks, multiples of 1, 2 or 5 times a power of ten from low to high, and their labels' decimals.
-    There are at most `max_steps` steps of at least `min_step`."""
+    """Return (ticks, decimals of their labels) of an axis from low to high. Ticks are multiples of 1, 2 or 5 times a
+    power of ten; there are at most `max_steps` distances between them, of at least `min_step`."""
     power = 10.0 ** math.floor(math.log10((high - low) / max_steps))
     step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= max_steps)
     step = max(step, min_step)

@@ -1,7 +1,6 @@
 """The history of a run, read again and again while it goes on: its curves, samples, settings and figures.
 
-Input: the run's folder. Damaged lines are counted and skipped; missing or damaged files are left out.
-"""
+Input: the run's folder. Damaged lines are counted and skipped; missing or damaged files are left out."""
 
 import json
 import math
@@ -47,7 +46,7 @@ class MetricSeries:
         return len(self._rows)
 
     def add(self, record: Mapping[str, float], version: int) -> None:
-        """Add a record to the last row, or as a new one, marked as changed with `version`, see `columns_since`."""
+        """Add a record to the last row, or as a new row, which then counts as changed in `version`."""
         values = [record.get(name, math.nan) for name in self.column_names]
         counts = [int(math.isfinite(value)) for value in values]
         if self._rows and self._last_row_records < self.records_per_row:
@@ -192,7 +191,7 @@ class RunHistory:
         self.samples_version = self._version
 
     def refresh(self, version: int) -> None:
-        """Read what the run has written since the last call, and mark changes with `version`."""
+        """Read what the run has written since the last call; `version`, a growing number, marks what changed."""
         self._version = version
         for line in self._metrics_reader.new_lines():
             self._add_record(parse_record(line), version)
@@ -277,7 +276,7 @@ class RunHistory:
 
 
 def lower_loss(best_loss: tuple[float, int], loss: float, step: int) -> tuple[float, int]:
-    """Return the lower of two losses with its step; a loss that is not finite does not count."""
+    """Return the better of `best_loss`, (loss, step), and (loss, step); a loss that is not finite does not count."""
     return best_loss if not math.isfinite(loss) or best_loss[0] <= loss else (loss, step)
 
 

@@ -1,8 +1,7 @@
 """metrics.jsonl: one JSON object per step, appended as it comes and truncated when a run is resumed.
 
 Floats are written as the shortest text that reads back equal, and as null if they are not finite (read back as
-NaN). An unfinished last line of an interrupted run is skipped.
-"""
+NaN). An unfinished last line of an interrupted run is skipped."""
 
 import json
 import math

@@ -1,7 +1,6 @@
 """Support for notebooks: results as tables and pictures, a progress bar, Ctrl-C that saves, data in memory.
 
-This module imports no notebook package: it uses IPython where that already runs.
-"""
+This module imports no notebook package: it uses IPython where that already runs."""
 
 import hashlib
 import json
@@ -142,10 +141,8 @@ class LibraryCallbacks(TaskCallbacks):
 
 
 def records_path(data: Any, name: str = "data") -> Any:
-    """Return a path as it is, or write records in memory to a cached JSON Lines file and return its path.
-
-    Takes a list of dicts or of texts, a DataFrame of pandas or polars, a datasets.Dataset. Raises InputError.
-    """
+    """Return `data` if it is a path; write records in memory to a cached JSON Lines file, called `name`, and return its
+    path. Takes a list of dicts or of texts, a DataFrame of pandas or polars, a datasets.Dataset. Raises InputError."""
     if data is None or isinstance(data, str | Path):
         return data
     lines = [json.dumps(record, ensure_ascii=False) for record in _iter_records(data, name)]

@@ -42,7 +42,7 @@ class RunsPageData:
     # ---- called by the run, from its thread
 
     def show_run(self, folder: Path, get_peak_nbytes: Callable[[], int]) -> None:
-        """Show, from here on, only this process's run in `folder`; the function returns the process's peak bytes."""
+        """Show, from here on, only this process's run in `folder`; get_peak_nbytes() returns the process's peak."""
         self.find_runs, self.get_peak_nbytes = (lambda: {folder.stem: folder}), get_peak_nbytes
         self._found_time = -1e9  # a run shorter than REFRESH_SECONDS is seen, too
 
@@ -75,7 +75,7 @@ class RunsPageData:
         return run if run is not None and run.folder == folder else None
 
     def data(self, since_version: int = 0, session: str = "") -> dict[str, Any]:
-        """Return the page's data, or only what is new since the version of an earlier answer of this session."""
+        """Return the page's data as plain JSON: all, or if `session` is the current one, changes since that version."""
         self.refresh()
         if session != self.session or since_version > self.version:
             since_version = 0

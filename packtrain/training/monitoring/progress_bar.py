@@ -28,7 +28,7 @@ class TerminalBar:
         self.due = 0.0
 
     def draw(self, step: int, parts: Sequence[str]) -> None:
-        """Redraw the line: the bar at `step`, then as many of the texts as fit, the most important first."""
+        """Redraw the line: the bar at `step`, then as many of the texts `parts` as fit, the most important first."""
         text = fit_parts(parts, self.progress.console.width - MIN_BAR_COLUMNS)
         self.progress.update(self.task_id, completed=step, description=text)
         self.progress.start()

@@ -42,7 +42,7 @@ def differing_settings(runs: Iterable[RunHistory]) -> list[str]:
 
 
 def comparison_rows(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    """Return the table of runs as plain data: a row per run, with the settings that differ."""
+    """Return the table of runs as plain data: a dict for each run, with the settings in which runs differ."""
     setting_names = differing_settings(runs)
     return [
         run.table_row() | {"settings": {name: run.settings.get(name) for name in setting_names}}

@@ -1,8 +1,7 @@
 """The page of one run or of several, as HTML that loads nothing and allows only its own script and styles.
 
 page.html has the frame and styles, page.js draws. A live page asks the server that it came from for data; a still one
-has the data in it.
-"""
+has the data in it."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ def page_with_data(data: Mapping[str, Any]) -> str:
 
 
 def scriptless_page(title: str, body: str, style_asset: str) -> str:
-    """Return a page without scripts in the style of the runs page, to which a style file is added."""
+    """Return HTML without scripts in the runs page's style; `body` is HTML, `style_asset` names one more style file."""
     style = _asset("page.css") + _asset(style_asset)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{content_hash(style)}'"
     return (

@@ -1,8 +1,7 @@
 """TensorBoard's event files: scalars by step, written by hand: packages for them bring protobuf and a thread.
 
 A file is a sequence of TFRecords (length, its checksum, bytes, their checksum), each of them an Event message of
-tensorboard/compat/proto/event.proto. Input: records as for metrics.jsonl; SCALARS are written.
-"""
+tensorboard/compat/proto/event.proto. Input: records as for metrics.jsonl; SCALARS are written."""
 
 import struct
 import time

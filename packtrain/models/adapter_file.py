@@ -2,8 +2,7 @@
 
 An Adapter holds the pairs A, B for matrices of a base by name: y = W x + scale * B (A x). Adapters know no graph.
 Where a base multiplies an expert's output by a factor s (Gemma 4), llama.cpp adds the adapter after the factor,
-s W x + B' A x: files for such a base hold B' = s B.
-"""
+s W x + B' A x: files for such a base hold B' = s B."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ class Adapter:
         return lora_scale(self.alpha, self.lora_pairs[name][1].shape[-1])
 
     def delta_rows(self, name: str, row_start: int, row_stop: int) -> np.ndarray:
-        """Return rows row_start:row_stop of scale * B A, f32; in a stack of experts, rows count through all experts."""
+        """Return rows row_start:row_stop of scale * B A, f32; rows of a stack of experts count through all experts."""
         a, b = self.lora_pairs[name]
         adapter_scale = np.float32(self.scale_of(name))
         if name == EMBEDDING:
@@ -143,7 +142,7 @@ class _DividedPairs(Mapping[str, Pair]):
 
 
 def _expert_factors(names: Iterable[str], base: GGUF) -> dict[str, np.ndarray]:
-    """Return the factors (E,) by which the base multiplies experts' outputs, by the names of the experts' matrices."""
+    """Return {experts' matrix: factors (E,) by which the base multiplies its experts' outputs}, of those in `names`."""
     scale_names = {name: f"{name.removesuffix('weight')}scale" for name in names if "_exps" in name}
     return {name: base.array(scale) for name, scale in scale_names.items() if scale in base.entries}
 
@@ -182,7 +181,8 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 def write_adapter(
     path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None, check: Check = bool
 ) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed if its experts may have factors."""
+    """Write an adapter for llama.cpp's --lora, in f32; `name` goes into its metadata, `base` is needed if its experts
+    may have output factors, and `check` is write_gguf's."""
     expert_factors = _expert_factors(adapter.lora_pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE_KEY: MetadataValue("string", adapter.architecture),
@@ -199,5 +199,5 @@ def write_adapter(
 
 
 def _times(b: np.ndarray, by: np.ndarray) -> DeferredTensor:
-    """Return B of all experts, each multiplied by its output factor only when the file is written."""
+    """Return B (E, out, R) of all experts, each multiplied by its factor of `by` (E,) only when the file is written."""
     return DeferredTensor(f32, b.shape, lambda: (e * f for e, f in zip(b, by, strict=True)))

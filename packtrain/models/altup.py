@@ -2,8 +2,7 @@
 
 Streams are one tensor (..., S, C), so that a plan saves or recomputes them together. A block predicts streams from each
 other, by coefficients per token, computes with the first prediction, and corrects all by that prediction's error.
-Coefficients are few numbers: full tunes train them, adapters leave them out. Baykal et al. 2023, arXiv 2301.13310.
-"""
+Coefficients are few numbers: full tunes train them, adapters leave them out. Baykal et al. 2023, arXiv 2301.13310."""
 
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, named
@@ -35,7 +34,8 @@ def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
-    """Predict what a block makes of all residual streams (AltUp): h (..., S, C) plus a learned mix of all for each."""
+    """Predict what a block makes of all residual streams (AltUp), in the shape of h (..., S, C): h plus a learned mix
+    of all streams for each."""
     num_streams = block.config.traits.num_streams
     rates = block.linear("altup_predict_coef", route_stream(block, stream_at(h)))
     rates = ops.reshape(rates, shape=(*rates.shape[:-1], num_streams, num_streams))
@@ -43,7 +43,8 @@ def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
 
 
 def correct(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
-    """Correct predicted streams (..., S, C) by the error y - stream 0, at learned rates; y (..., C): stream 0's."""
+    """Correct predicted streams (..., S, C) at learned rates by y - predicted stream 0, where y (..., C) is what the
+    block made of stream 0."""
     correction_rates = block.linear("altup_correct_coef", route_stream(block, y))
     correction_rates = ops.scale(correction_rates, by=1.0, bias=1.0)
     short = block.saved(ops.sub(y, stream_at(predicted)))
@@ -65,7 +66,7 @@ def add_to_others(h: Tensor, y: Tensor) -> Tensor:
 
 
 def stream_at(h: Tensor, stream_index: int = 0) -> Tensor:
-    """Return one residual stream (..., C) of several, h (..., S, C)."""
+    """Return the residual stream number `stream_index` (..., C), from 0, of several, h (..., S, C)."""
     stream = ops.cont(ops.narrow(h, axis=len(h.shape) - 2, start=stream_index, length=1))
     return ops.reshape(stream, shape=(*h.shape[:-2], h.shape[-1]))
 
@@ -86,7 +87,7 @@ def _row(x: Tensor) -> Tensor:
     return ops.reshape(x, shape=(*x.shape[:-1], 1, x.shape[-1]))
 
 
-def _project_stream(config: Config, w: Weights, name: str, stream_index: int, x: Tensor) -> Tensor:
-    """Multiply x (..., C) by one of the matrices (S - 1, C, C) of a weight."""
-    matrix = ops.narrow(w[f"{name}.weight"], axis=0, start=stream_index, length=1)
+def _project_stream(config: Config, w: Weights, name: str, matrix_index: int, x: Tensor) -> Tensor:
+    """Compute x @ W.T of x (..., C), for W = weight `name`[matrix_index], which is (S - 1, C, C) and lacks stream 0."""
+    matrix = ops.narrow(w[f"{name}.weight"], axis=0, start=matrix_index, length=1)
     return matmul_weight(config, x, ops.reshape(matrix, shape=matrix.shape[1:]))

@@ -20,7 +20,8 @@ FLASH_HELP = (
 def with_flash(
     config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
-    """Set config.flash by --flash-attn and the backends' ops; `cache` is the KV cache's element type, or None."""
+    """Set config.flash by `mode` (--flash-attn: on, off or auto) and the backends' ops; `cache` is the KV cache's
+    element type, None without a cache."""
     missing_ops = "" if mode == OFF else missing_attention_ops(config, target, cache)
     if missing_ops and mode == ON:
         raise InputError(f"--flash-attn on: {missing_ops}")
@@ -30,7 +31,7 @@ def with_flash(
 
 
 def missing_attention_ops(config: Config, target: Target, cache: Dtype | None) -> str:
-    """Name an attention op that the backends of keys and values lack; "" if they have all."""
+    """Name an attention op that the backends of keys and values lack; "" if they have all. `cache` as in with_flash."""
     for y in attention_calls(config, cache):
         call = y.call
         for backend in kv_backends(config, target, cache):

@@ -1,7 +1,6 @@
 """One block of a transformer as graph functions: attention, convolution or scan, and a feed-forward.
 
-Activations have the names of GGUF tensors; a Mixer lets the tokens of a block see each other.
-"""
+Activations have the names of GGUF tensors; a Mixer lets the tokens of a block see each other."""
 
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
@@ -19,8 +18,9 @@ def transformer_block(
     config: Config, w: Weights, i: int, h: Tensor, rope_tables: RopeTables, mixer: Mixer,
     embeddings: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute block i of the residual stream h (..., C), or of several (..., S, C), of which the block computes with
-    the first. `embeddings` (..., L, P): each token's embedding for each block, in models that have them."""
+    """Compute block i of the residual stream h (..., C), or of several streams (..., S, C), of which the block reads
+    the first; returns h's shape. `embeddings` (..., L, P): each token's own embedding for each block, None without
+    these."""
     block = BlockBuilder(config, w, i, config.fused_slices)
     compute = mixer.compute or compute_block
     if config.traits.num_streams:
@@ -43,7 +43,7 @@ def compute_block(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer
 def mix_tokens(
     block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer
 ) -> tuple[Tensor, Tensor]:
-    """Add attention, convolution or scan to h (..., C); return the feed-forward's input and h."""
+    """Add attention, convolution or scan to h (..., C); return (x, h): the feed-forward's input, and the sum."""
     config, i, traits = block.config, block.block_index, block.config.traits
     x = mixer_input = block.saved(block.norm("attn_norm", h)) if traits.pre_norms else h
     if config.has_weight("attn_norm_2"):
@@ -119,7 +119,7 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
 
 
 def head_values(block: BlockBuilder, x: Tensor, k: Tensor) -> Tensor:
-    """Return the heads' values (..., K, D): W_v x, or in some blocks without W_v the keys `k` before their norm."""
+    """Return the heads' values (..., K, D): W_v x, or in some blocks without W_v `k`, the keys before norm and rope."""
     config, i = block.config, block.block_index
     like_keys = config.keys_are_values and not config.has_window(i)
     v = k if like_keys else block.project_heads("attn_v", x, config.kv_heads_of(i))
@@ -150,7 +150,7 @@ def feed_forward(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
 
 
 def dense_and_experts(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
-    """Add to h a dense feed-forward of x plus experts that read h, both normalized, as is their sum. gemma4.cpp."""
+    """Add to h the norm of a sum: a dense feed-forward of x, and experts that read h, each normalized. All (..., C)."""
     eps, router_scale = block.config.rms_eps, block.config.embedding_length**-0.5
     y = block.linear("ffn_down", block.saved(gated(block, x)))
     y = block.norm("post_ffw_norm_1", block.saved(y))
@@ -165,7 +165,7 @@ def dense_and_experts(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
 
 
 def gated(block: BlockBuilder, x: Tensor, suffix: str = "") -> Tensor:
-    """Compute activation(W_gate x) * (W_up x): x (..., C) -> (..., F), the input of ffn_down."""
+    """Compute activation(W_gate x) * (W_up x): x (..., C) -> (..., F), the input of ffn_down; `suffix` ends names."""
     gate, up = (block.saved(block.linear(f"{name}{suffix}", x)) for name in ("ffn_gate", "ffn_up"))
     if block.block_index < block.config.traits.num_sparse_blocks:
         gate = block.saved(block.named("ffn_gate_sparse", sparsify_gate(gate)))
@@ -183,7 +183,7 @@ def sparsify_gate(gate: Tensor) -> Tensor:
 
 
 def add_shared_expert(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
-    """Add to h the output of the shared expert for x, which a gate may weigh."""
+    """Add to h (..., C) the shared expert's output for x (..., C), times a sigmoid gate if the model has one."""
     y = block.saved(gated(block, x, "_shexp"))
     if not block.config.traits.gated_shared_expert:
         return block.linear("ffn_down_shexp", y, h)
@@ -201,7 +201,7 @@ def ungated_feed_forward(block: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def mixture(block: BlockBuilder, x: Tensor, h: Tensor | None, read: Tensor | None = None) -> Tensor:
-    """Return the mixture of experts' output for x, with LoRA (+ h if given); the router reads `read`, or x."""
+    """Return (..., C): the mixture of experts' outputs for x, + h if given. The router reads `read`, by default x."""
     config, traits = block.config, block.config.traits
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     if config.has_weight("ffn_gate_up_exps"):

@@ -38,7 +38,7 @@ class Mixer:
 
 
 def apply_norm(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
-    """Normalize x (..., C) with the weights of a norm: (C,), or (H, C) per head."""
+    """Normalize x (..., C) with the weights of the norm `name`: (C,), or (H, C) per head."""
     weight, eps = w.get(f"{name}.weight", w.get(name)), config.rms_eps
     assert weight is not None, name
     if len(weight.shape) > 1:
@@ -57,7 +57,7 @@ class BlockBuilder(BlockWeights):
         return named(f"blk.{self.block_index}.{name}", tensor)
 
     def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
-        """Compute x @ weight.T (+ bias) (+ acc), named after the weight."""
+        """Compute x @ weight.T (+ bias) (+ acc) for the weight `name` (rows, width): (..., width) -> (..., rows)."""
         return self.named(name, self.project(name, x, acc))
 
     def saved(self, x: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ class BlockBuilder(BlockWeights):
         return ops.reshape(y, shape=(*y.shape[:-1], num_heads, y.shape[-1] // num_heads))
 
     def norm_heads(self, qk: list[Tensor]) -> list[Tensor]:
-        """Normalize queries, and keys if there are any, per head."""
+        """Normalize queries and keys, [q, k] or [q] (..., heads, D), over each head's D numbers."""
         norm_names = ("attn_q_norm", "attn_k_norm")
         return [self.norm(name, self.saved(x)) for name, x in zip(norm_names, qk, strict=False)]
 
     def add_to_residual(self, name: str, x: Tensor, norm_name: str, h: Tensor) -> Tensor:
-        """Add x @ weight.T to h, normalized or scaled before the sum if the model does so."""
+        """Return h + x @ weight.T; some models first normalize the product by `norm_name`, or scale it."""
         if self.config.residual_scale:
             return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
         if not self.config.traits.post_norms:

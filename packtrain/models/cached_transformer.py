@@ -46,7 +46,8 @@ class CacheLayout:
         return tuple(dict.fromkeys(self.pool(config, i) for i in every if self.leaves(config, i)))
 
     def scan_states(self, config: Config) -> dict[str, Tensor]:
-        """Return the graph's state tensors for scans: for each sequence and block, one to read and one to write."""
+        """Return the state tensors of all scans by name, s.{block} and c.{block} (its convolution), with rows for each
+        sequence: one to read and one to write."""
         leaves, scan_sizes, num_states = {}, config.scan, STATES * self.max_sequences
         for i in range(config.block_count):
             if scan_sizes is not None and config.has_scan(i):
@@ -57,7 +58,7 @@ class CacheLayout:
         return leaves
 
     def cache_leaf(self, config: Config, name: str, i: int) -> Tensor:
-        """Return the graph's state tensor of block i with keys (`name` k), values (v) or the convolution's x."""
+        """Return the graph's state tensor of block i for `name`: k (keys), v (values) or x (a convolution's inputs)."""
         num_cells = self.num_cells_of(self.pool(config, i))
         if name == "x":
             return state(f"cache.x.{i}", (num_cells, config.embedding_length), f32, "cache")
@@ -106,8 +107,9 @@ def generation(
 def cell_mixer(
     config: Config, cache: CacheLayout, pos: Tensor, line: Tensor, cache_handles: list[Tensor]
 ) -> Mixer:
-    """Return a Mixer in which new tokens see their sequence's cells in the KV cache. Each write to the cache makes a
-    new tensor ("handle"), which is appended to `cache_handles`."""
+    """Return a Mixer in which new tokens, at `pos` (time,), see their sequence's cells in the KV cache: `line` (time,)
+    is the number of the list of cells to see. Each write makes a new cache tensor ("handle"), appended to
+    `cache_handles`."""
     (time,) = pos.shape
     places = {pool: pool_inputs(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
@@ -148,8 +150,8 @@ def _attend_cells(
     config: Config, cache: CacheLayout, at: tuple[Tensor, Tensor], inputs_by_pool: Mapping[str, tuple[Tensor, ...]],
     cache_handles: list[Tensor],
 ) -> Attend:  # fmt: skip
-    """Return the attention of new tokens to the cells of their sequences. `at`: positions and lines of the new tokens;
-    a line is the list of a sequence's cells."""
+    """Return the attention of new tokens to cached ones. `at`: (positions, line numbers) of the new tokens, both
+    (time,); a line lists a sequence's cells. `inputs_by_pool`: see pool_inputs; `cache_handles`: see cell_mixer."""
     pos, line = at
     kv_handles = dict[int, list[Tensor]]()
 
@@ -181,9 +183,9 @@ def count_lines(time: int, max_sequences: int) -> int:
 
 
 def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) -> tuple[Tensor, ...]:
-    """Return a pool's graph inputs: cells of new tokens, positions of all cells, each line's cells (a line: a
-    sequence's cells) by position, and counts of them; not `flash`: which line has which cells, in place of the last
-    two."""
+    """Return a pool's graph inputs (a line: a list of one sequence's cells): cells of new tokens, positions of all
+    cells, each line's cells by position, and counts of these; not `flash`: 1 or 0 for each line and cell instead of the
+    last two."""
     num_cells, rows = cache.num_cells_of(pool), count_lines(time, cache.max_sequences)
     new = input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (num_cells,), i32)
     if not flash:

@@ -1,7 +1,6 @@
 """The configuration of a model: architecture, sizes and settings, and values derived from them for each block.
 
-Plain data and arithmetic. `model_metadata` reads a Config from GGUF keys, `transformer` builds graphs from it.
-"""
+Plain data and arithmetic. `model_metadata` reads a Config from GGUF keys, `transformer` builds graphs from it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ class RopeScaling:
 
     @property
     def divisor(self) -> float:
-        """Return the divisor of rope's frequencies; yarn divides only the low ones."""
+        """Return by how much rope's frequencies are divided; yarn divides only the low ones."""
         return 1.0 if self.type == "none" else self.factor
 
     def magnitude(self, divisor: float, is_latent: bool = False) -> float:
@@ -58,7 +57,8 @@ class RopeScaling:
     def blend(
         self, rotated_width: int, base: float, trained_context: int, truncate: bool = True
     ) -> tuple[float, float] | None:
-        """Return YaRN's ramp (start, end) or None: rope pairs before keep their frequency, those after are divided."""
+        """Return YaRN's ramp, (start, end) in numbers of rope pairs, else None: pairs before it keep their frequency,
+        pairs after it are divided. `base`: rope's frequency base; `truncate`: start and end become whole numbers."""
         if self.type != "yarn":
             return None
 
@@ -171,7 +171,7 @@ class Config(ModelSizes):
 
     @property
     def chosen_sum(self) -> bool:
-        """Whether the weights of the chosen experts are divided by their sum."""
+        """Whether the router's weights of a token's chosen experts are divided by their sum."""
         override = self.traits.normalized_expert_weights
         return self.expert_weights_norm if override is None else override
 
@@ -192,7 +192,7 @@ class Config(ModelSizes):
         return "k" if self.has_latent_cache else "kv"
 
     def cached_heads(self, block: int) -> tuple[int, int]:
-        """Return the number of heads, and their width, of a block's tensors in the KV cache."""
+        """Return (heads, width of a head) of a block's tensors in the KV cache."""
         if self.has_latent_cache:
             return 1, self.rope_width + self.kv_lora_rank
         return self.kv_heads_of(block), self.width_of(block)
@@ -244,14 +244,14 @@ class Config(ModelSizes):
         return ffn_widths[block] if ffn_widths else self.feed_forward_length
 
     def source_of(self, block: int) -> int:
-        """Return the block whose keys and values a block uses."""
+        """Return the number of the block whose keys and values a block uses: its own, or an earlier block's."""
         if not self.own_kv or block < self.own_kv:
             return block
         return max(i for i in range(self.own_kv) if self.has_window(i) == self.has_window(block))
 
     @property
     def differing(self) -> bool:
-        """Whether the sizes of blocks differ."""
+        """Whether blocks differ in sizes (heads, feed-forward, own keys and values)."""
         sparse = 0 < self.traits.num_sparse_blocks < self.block_count
         return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths or sparse)
 
@@ -297,7 +297,7 @@ class Config(ModelSizes):
 
     @property
     def fused_slices(self) -> Mapping[str, tuple[str, int, int]]:
-        """Return for each part of a fused tensor: the tensor, the part's first row and number of rows."""
+        """Return {weight's name: (fused tensor's name, its first row there, number of rows)}, all within a block."""
         traits, f, row_slices = (
             self.traits,
             self.feed_forward_length,
@@ -325,7 +325,8 @@ def linear_scaling(freq_scale: float) -> RopeScaling:
 
 
 def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> None:
-    """Warn of a context beyond the trained, or with long rope factors. Raises InputError beyond learned positions."""
+    """Call `report` with a warning if context length `ctx` exceeds the trained one, or needs long rope factors. Raises
+    InputError beyond learned positions."""
     trained_context, short = config.context_length, config.short_context
     if ctx > trained_context and config.traits.learned_positions:
         raise InputError(

@@ -6,8 +6,7 @@ With q the model's and p the teacher's probabilities at temperature T, p over it
 
 Hinton et al. 2015, arXiv 1503.02531. The sum differs from the loss of one target by a product: with z = x @ head.T,
 -(sum p log q) = -log q(y) + x · (head[y] - sum of p head), so that logits are computed once, in chunks, by the head.
-A bias of the head adds bias[y] - sum of p bias. Capped logits are not linear in x, so such models are refused.
-"""
+A bias of the head adds bias[y] - sum of p bias. Capped logits are not linear in x, so such models are refused."""
 
 from dataclasses import dataclass
 
@@ -39,8 +38,9 @@ class DistillationLoss:
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (): a share of the data's, the rest from the teacher's likeliest tokens. Adds the graph
-        inputs teacher_ids i32 and teacher_parts, (B, top + 1, T), see row_weights."""
+        """Compute the loss (): the data's (base_loss) and the teacher's, from its likeliest tokens, in shares; `chunk`:
+        tokens whose logits exist at a time. Adds the graph inputs teacher_ids i32 and teacher_parts, (B, top + 1, T),
+        see row_weights."""
         (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)
@@ -65,15 +65,15 @@ class DistillationLoss:
         )
 
     def row_weights(self, logits: np.ndarray) -> np.ndarray:
-        """Return the weights of the head's rows, (N, top + 1) f32: 1 for the target, -p for the teacher's tokens, from
-        their logits (N, top), the largest first."""
+        """Return teacher_parts, the weights (N, top + 1) f32 of the output head's rows for N targets: 1 for the target,
+        -p for the teacher's tokens, from their logits (N, top), the largest first."""
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)
 
 
 def _mix_rows(row_table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
-    """Sum for each target the rows `ids` of a table (V, N), weighted by `parts`: (B, T, N)."""
+    """Sum for each target the rows `ids` (B, n, T) of a table (V, N), weighted by `parts` (B, n, T): (B, T, N)."""
     (batch_rows, num_rows, num_tokens), mixed_rows = ids.shape, None
     for at in range(num_rows):
         row_ids, part = (ops.cont(ops.narrow(t, axis=1, start=at, length=1)) for t in (ids, parts))

@@ -41,7 +41,7 @@ def read_expert_fields(keys: MetadataReader) -> dict[str, Any]:
 
 
 def _shared_expert_fields(keys: MetadataReader, expert_width: int) -> dict[str, Any]:
-    """Read the width of the shared expert, and which blocks have experts."""
+    """Read Config fields of the shared expert (`expert_width`: a routed one's) and of which blocks have experts."""
     key_defaults, shared_fields = keys.architecture.key_defaults, {}
     if SHARED_WIDTH in key_defaults:
         default_width = feed_forward_length(keys) if keys.architecture.gated_shared_expert else 0
@@ -56,7 +56,7 @@ def _shared_expert_fields(keys: MetadataReader, expert_width: int) -> dict[str, 
 
 
 def _routing_fields(keys: MetadataReader) -> dict[str, Any]:
-    """Read how experts are chosen and weighed. Raises InputError."""
+    """Read the Config fields of how experts are chosen and weighed. Raises InputError."""
     is_normalized = keys.get(WEIGHTS_NORM, False)
     if not isinstance(is_normalized, bool):
         raise keys.wrong(WEIGHTS_NORM, is_normalized, "true or false")

@@ -2,8 +2,7 @@
 
 DeepSeek-V2 (arXiv 2405.04434). A batch expands keys and values of each head: attention on narrow vectors would take
 four times their products. With a cache, queries are multiplied by the matrix of keys instead, and outputs by that of
-values: the same sums in another order. Parts of heads that rope rotates come first, as rope and moving cells expect.
-"""
+values: the same sums in another order. Parts of heads that rope rotates come first, as rope and moving cells expect."""
 
 import numpy as np
 
@@ -41,7 +40,7 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
 
 
 def project_queries(block: BlockBuilder, x: Tensor) -> Tensor:
-    """Compute queries: x (..., C) -> (..., H, D), through a narrow vector if the model has one."""
+    """Compute queries (..., H, D) of x (..., C), if the model has q_lora_rank through a vector of that width."""
     name, heads = "attn_q", block.config.head_count
     if block.config.q_lora_rank:
         x = block.saved(block.linear("attn_q_a", x))
@@ -50,7 +49,7 @@ def project_queries(block: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def expand_latent(block: BlockBuilder, latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Expand narrow vectors to the unrotated parts of keys (..., H, D - R), and to values (..., H, V)."""
+    """Expand narrow vectors (..., kv_lora_rank) to (unrotated parts of keys (..., H, D - R), values (..., H, V))."""
     config, lead = block.config, latent.shape[:-1]
     nope_width, value_width = config.head_width - config.rope_width, config.value_width
     if not config.has_latent_cache:
@@ -70,7 +69,7 @@ def expand_latent(block: BlockBuilder, latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_matrices(block: BlockBuilder, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return each head's matrix W and its LoRA adapter's product, None without: (H, N, K) both.
+    """Return (W, scale * B A of its LoRA adapter, or None) for a weight with a matrix per head: (H, N, K) both.
 
     attn_k_b is transposed, from (H, K, N): read from its other side, it has no dropout and no calibration.
     """
@@ -85,7 +84,7 @@ def head_matrices(block: BlockBuilder, name: str) -> tuple[Tensor, Tensor | None
 
 
 def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
-    """Multiply x (T, H, K) by a matrix of each head (H, N, K), with its LoRA adapter: (T, H, N)."""
+    """Compute x (T, H, K) @ W.T head by head, for the weight `name` (H, N, K) with its LoRA adapter: (T, H, N)."""
     t, h, k = x.shape
     head_rows = ops.reshape(ops.cont(ops.permute(x, axes=(1, 0, 2))), shape=(h * t, k))
     head_ids = constant(
@@ -97,5 +96,5 @@ def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, start: int, length: int) -> Tensor:
-    """Narrow the last axis of x."""
+    """Return elements start … start + length of the last axis of x."""
     return ops.narrow(x, axis=len(x.shape) - 1, start=start, length=length)

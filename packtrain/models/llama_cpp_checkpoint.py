@@ -2,9 +2,8 @@
 
 Such a GGUF file has the tensors of a llama in F32, keys `training.*` and the optimizer's state. The program wrote
 training.file_version 1; its script convert-train-checkpoint-to-gguf.py wrote version 0, without vocabulary and context
-length. The moments of all weights are one row, in the order in which the program walked its graph: it depended on
-flags and on which order took less memory, and is not in the file. llama.cpp, common/train.cpp, save_train_state_gguf.
-"""
+length. The moments of all weights are one row, in the order in which the program walked its graph: it depended on flags
+and on which order took less memory, and is not in the file. llama.cpp, common/train.cpp, save_train_state_gguf."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

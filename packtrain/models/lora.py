@@ -1,8 +1,7 @@
 """LoRA: low-rank adapters of a model's matrices, y = W x + scale * B (A x). Hu et al. 2021, arXiv 2106.09685.
 
 A Lora is plain data and part of a model's Config, so that every graph of the model includes the adapters; A and B are
-leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter_file).
-"""
+leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter_file)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,8 +38,8 @@ class Lora:
         return lora_scale(self.alpha, rank)
 
     def scale_inputs(self) -> dict[tuple[int, ...], str]:
-        """Return the graph inputs (T, rank) by which each token has its own scales, {adapters that own A's rows:
-        input's name}; tensors whose rows belong to the same adapters share an input."""
+        """Return {numbers of the adapters that own A's rows, one for each row: name of the graph input (T, rank) with
+        each token's scales of these rows}; tensors whose rows have equal owners share an input."""
         distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
@@ -52,7 +51,7 @@ class Lora:
     def adapter_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and shapes of A and B for a model's matrices, by the shapes of its tensors."""
+        """Yield (name, shape) of A and of B for each matrix with an adapter; `shapes`: the model's tensors by name."""
         first_block = blocks - self.last if self.last else 0
         for name, shape in shapes.items():
             in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first_block
@@ -68,7 +67,7 @@ def lora_scale(alpha: float, rank: int) -> float:
 
 
 def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of LoRA's A and B of this rank for a base tensor of this shape."""
+    """Return the shapes of LoRA's A and B for a base tensor: (rank, in) and (out, rank) for (out, in); see Adapter."""
     *experts, num_rows, row_width = shape
     if name == EMBEDDING:
         return (num_rows, rank), (row_width, rank)

@@ -25,7 +25,7 @@ class BlockWeights:
     slices: Mapping[str, tuple[str, int, int]]  # parts of fused weights, see Config.fused_slices
 
     def weight(self, name: str, suffix: str = "weight") -> Tensor:
-        """Return a weight, or its rows in a fused one."""
+        """Return a block's weight `name`, such as attn_q, or its rows in a fused weight; `suffix` may be bias."""
         full_name, start, num_rows = self.slices.get(name, (name, 0, None))
         leaf = self.w[f"blk.{self.block_index}.{full_name}.{suffix}"]
         return leaf if num_rows is None else ops.narrow(leaf, axis=0, start=start, length=num_rows)
@@ -53,7 +53,7 @@ class BlockWeights:
         return ops.matmul(lora_output, b, y, precision=precision)
 
     def _project_aware(self, name: str, x: Tensor, acc: Tensor | None) -> Tensor | None:
-        """Compute x @ (W + adapter).T with the sum rounded as an --aware merge stores it; None without --aware."""
+        """Compute x @ V.T (+ acc), V = W + adapter rounded as an --aware merge stores it; None without --aware."""
         adapter, lora, w = self.lora_of(name), self.config.lora, self.weight(name)
         if adapter is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
             return None
@@ -66,7 +66,7 @@ class BlockWeights:
         return f"blk.{self.block_index}.{self._fused_name(name)}.weight"
 
     def lora_of(self, name: str) -> Low | None:
-        """Return A, B, scale and dropout function of a weight's LoRA adapter; None if there is none."""
+        """Return (A, B, scale, dropout function) of a weight's LoRA adapter; None if there is none."""
         full_name = self.tensor_name(name)
         a, lora = self.w.get(full_name + A), self.config.lora
         if a is None or lora is None:

@@ -1,7 +1,6 @@
 """Mamba-2: a convolution, a scan of states, and a gate. Dao & Gu 2024, arXiv 2405.21060.
 
-Gated delta nets replace the scan by the gated delta rule. Yang et al. 2024, arXiv 2412.06464.
-"""
+Gated delta nets replace the scan by the gated delta rule. Yang et al. 2024, arXiv 2412.06464."""
 
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
@@ -54,8 +53,8 @@ def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
 
 
 def _head_betas_and_steps(block: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gated delta rule's betas and decay steps of each head, (..., H), before their activations; a fused
-    matrix has both of a group of heads together."""
+    """Return (betas, decay steps) of the gated delta rule, both (..., H), before their activations; some models store a
+    group's rows of both side by side in one matrix."""
     if block.config.traits.delta == "tiled":
         beta, time_step = (block.saved(block.linear(name, x)) for name in DELTA_EACH)
         return beta, time_step

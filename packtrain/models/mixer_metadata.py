@@ -23,7 +23,8 @@ MAX_CONV_TAPS = 16  # a small hostile file must not take much memory
 
 
 def read_mixers(keys: MetadataReader, blocks: int, heads: int) -> dict[str, Any]:
-    """Read Config fields of K/V heads, convolutions and scans; blocks with 0 K/V heads have no attention."""
+    """Read Config fields, by name, of K/V heads, convolutions and scans of all `blocks`; those with 0 K/V heads do not
+    attend. `heads`: query heads, the default."""
     if KV_LORA_RANK in keys.architecture.key_defaults:
         return _read_latent_fields(keys, heads)
     if keys.architecture.has_uneven_blocks:
@@ -78,7 +79,7 @@ def _read_scan(keys: MetadataReader) -> dict[str, Any]:
 
 
 def _read_attending(keys: MetadataReader, blocks: int) -> tuple[bool, ...]:
-    """Read which blocks attend: every N-th, or those that are not listed as recurrent."""
+    """Read for each block whether it attends: every N-th block, or those that are not listed as recurrent."""
     recurrent_layers, attention_interval = keys.get(RECURRENT_LAYERS), keys.size(ATTENTION_INTERVAL)
     is_listed = recurrent_layers is not None and np.size(recurrent_layers) > 0
     attending_blocks = tuple((i + 1) % attention_interval == 0 for i in range(blocks))

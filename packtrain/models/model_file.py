@@ -1,8 +1,7 @@
 """A model in a GGUF file: config, vocabulary and weights, checked against each other; memory-mapped; and saving one.
 
 open_model(path) returns a ModelFile or raises a one-line error; save_model writes a file that llama.cpp loads.
-A ModelFile knows no sessions: weights are arrays by name.
-"""
+A ModelFile knows no sessions: weights are arrays by name."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,8 +75,8 @@ class ModelFile:
 
 
 def open_model(path: str | Path, extra_tensors: Sequence[str] = ()) -> ModelFile:
-    """Open a model's GGUF file, which may have `extra_tensors` beside the model's. Raises InputError if packtrain
-    cannot compute the model as the file describes."""
+    """Open a model's GGUF file, which may have `extra_tensors` (names) beside the model's. Raises InputError if
+    packtrain cannot compute the model as the file describes."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
         fact = f"{path}: this is an adapter, not a model; give its base, and --lora {path}"
@@ -156,6 +155,7 @@ def save_model(
 
     dtype       element type of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
     vocabulary  the tokenizer.* metadata
+    name        the model's name in the metadata, to which `extra` adds keys
     """
     num_tokens = len(vocabulary[TOKENS_KEY].value)
     if num_tokens != config.vocab_size:
@@ -176,7 +176,7 @@ def save_model(
 def _stored_chunks(
     path: str | Path, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: Dtype
 ) -> Iterator[np.ndarray]:
-    """Yield a weight as stored in the file, some elements at a time."""
+    """Yield the f32 `array` of weight `name` in its stored type, some elements at a time; checks its shape."""
     if array.shape != shape or array.dtype != np.float32:
         raise ValueError(f"{name}: {array.dtype}{[*array.shape]} was given for f32{[*shape]}")
     flat = array.reshape(-1)
@@ -206,7 +206,7 @@ def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype)
 
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:
-    """Raise InputError unless both models have the same tokens."""
+    """Raise InputError, which calls the second model `subject`, unless both have the same tokens."""
     model_tokens, draft_tokens = (file.gguf.metadata[TOKENS_KEY] for file in (model, draft))
     if abs(len(model_tokens) - len(draft_tokens)) > MAX_VOCAB_DIFFERENCE:
         raise InputError(

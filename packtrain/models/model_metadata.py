@@ -1,8 +1,7 @@
 """The metadata of a model file: from GGUF keys to a Config and back, for every architecture.
 
 A key that changes the computation is supported or refused; keys that llama.cpp ignores for an architecture are
-ignored here, too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models).
-"""
+ignored here, too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models)."""
 
 from typing import Any, cast, get_args
 
@@ -89,8 +88,8 @@ def _read_vocabulary_size(gguf: GGUF) -> int:
 
 
 def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:
-    """Return the architecture's optional tensors that the file has: outside blocks, or in the first or last block, as
-    only the last is sure to have those of experts."""
+    """Return the architecture's optional tensors that the file has, by names within blocks: outside blocks, or in the
+    first or last block, as only the last is sure to have those of experts."""
     names = architecture.optional_tensors
     at = "", "blk.0.", f"blk.{last_block}."
     return tuple(name for name in names if any(f"{prefix}{name}" in gguf.entries for prefix in at))

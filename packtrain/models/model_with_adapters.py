@@ -81,7 +81,8 @@ def adapted(
 
 
 def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
-    """Raise InputError unless a tensor's adapter works unmerged: matrices of blocks, and an untied embedding."""
+    """Raise InputError unless a tensor's adapter works unmerged: in blocks' matrices (`by_token`, with a scale for each
+    token: not in experts or their router), and in an untied embedding."""
     config, num_axes = model.config, len(model.gguf.entries[name].shape)
     in_block = name.startswith("blk.") and num_axes > 1
     if not in_block and (name != EMBEDDING or config.tied):

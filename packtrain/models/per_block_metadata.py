@@ -1,7 +1,6 @@
 """The metadata of sizes by which blocks differ: from GGUF keys to fields of a Config and back.
 
-For architectures whose later blocks may share keys and values: head_count_kv and feed_forward_length may be arrays.
-"""
+For architectures whose later blocks may share keys and values: head_count_kv and feed_forward_length may be arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ WINDOW_WIDTHS = "attention.key_length_swa", "attention.value_length_swa", "rope.
 def kinds(
     keys: MetadataReader, gguf: GGUF, blocks: int, window_fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Read the Config fields of sizes that differ from block to block; `window_fields` says which have a window."""
+    """Read Config fields of sizes that differ among blocks; `window_fields` say which blocks have a window."""
     if not keys.architecture.has_uneven_blocks:
         return {}
     pattern, every = window_fields["window_pattern"], keys.architecture.key_defaults[WINDOW_PATTERN]
@@ -61,7 +60,7 @@ def kinds(
 
 
 def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
-    """Return a size for each block, from one number or an array in the file."""
+    """Return for each of `blocks` the size under `key`, one number for all or an array in the file."""
     value = keys.get(key)
     if not isinstance(value, np.ndarray):
         return [keys.size(key)] * blocks

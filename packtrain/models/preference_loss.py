@@ -10,8 +10,7 @@ Losses by token come from the chunked head. A frozen head computes logits once, 
 preference's slope is exact; a trained head computes them again.
 Sources: DPO, Rafailov et al. 2023, arXiv 2305.18290; label smoothing, Mitchell 2023; IPO, Azar et al. 2023,
 arXiv 2310.12036; `nll` beside DPO (RPO), Pang et al. 2024, arXiv 2404.19733; SimPO, Meng et al. 2024, arXiv 2405.14734;
-ORPO, Hong et al. 2024, arXiv 2403.07691. Names and defaults are those of TRL.
-"""
+ORPO, Hong et al. 2024, arXiv 2403.07691. Names and defaults are those of TRL."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +53,8 @@ class PreferenceLoss:
     # ---- in the graph
 
     def loss(self, losses: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-        """Compute the loss () from losses by token (B, T); returns also log-probabilities (B, 2P), chosen ones first.
+        """Compute (loss (), log-probabilities (B, 2P)) from losses by token (B, T); rows have P = num_pairs chosen
+        answers, then P rejected ones.
 
         Adds the inputs `sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `pairs` (B, P), weights of pairs.
         """
@@ -79,7 +79,7 @@ class PreferenceLoss:
         return named("loss", ops.sum(ops.mul(pair_losses, input(PAIRS, (rows, num_pairs))))), logps
 
     def _judge_margin(self, margin: Tensor) -> Tensor:
-        """Compute the loss of each pair from the margin between chosen and rejected score."""
+        """Compute each pair's loss (B, P) from the margins (B, P): chosen minus rejected score."""
         if self.judge == "square":
             return ops.sqr(ops.scale(margin, by=1.0, bias=-1 / (2 * self.beta)))
         z = ops.scale(margin, by=self.beta, bias=-self.gamma)
@@ -97,7 +97,7 @@ class PreferenceLoss:
         """Compute for each pair, in f64 with NumPy: `loss`, and the rewards `chosen` and `rejected`, which are beta *
         (an answer's log-probability - the reference model's).
 
-        logps         (N, 2)  log-probabilities as the graph counts them
+        logps         (N, 2)  log-probabilities as the graph counts them, chosen first; `reference` likewise
         token_shares  (N,)    1 / tokens of the chosen answer, if log-probabilities are sums
         """
         s = logps.astype(np.float64)

@@ -1,8 +1,7 @@
 """Quantization mixes by llama-quantize's names (Q4_K_M …), and the element type of each tensor in a mix.
 
 tensor_dtypes(gguf, mix) returns what llama-quantize chooses for the same file: llama-quant.cpp, without the rules for
-unsupported architectures. Nothing is converted here.
-"""
+unsupported architectures. Nothing is converted here."""
 
 import re
 from collections import Counter
@@ -77,7 +76,7 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def fit_block_width(dtype: Dtype, row_width: int) -> Dtype:
-    """Return the type, or the next one whose blocks divide rows of `row_width`; f16 if there is none."""
+    """Return the type, or if its blocks do not divide rows of `row_width`, the next smaller-block type, or else f16."""
     if row_width % dtype.block:
         dtype = dtype.smaller or dtype
     return f16 if row_width % dtype.block else dtype
@@ -174,7 +173,7 @@ class _DtypeRules:
         return any_heads or self._number("attention.head_count_kv", heads) != heads
 
     def _next_index(self, pattern: str, name: str) -> int:
-        """Count a tensor of this kind (`pattern`); return how many came before, or with experts its block's index."""
+        """Count a tensor of the kind `pattern`; return how many came before, or with experts its block's number."""
         index = self.tensor_counts[pattern]
         self.tensor_counts[pattern] += 1
         return (_block_index(name) or 0) if self.experts > 1 else index  # a block has several
@@ -213,7 +212,8 @@ class _DtypeRules:
         return num_kv_heads > 0 and num_heads // num_kv_heads >= MIN_SHARING_HEADS
 
     def _instead(self, i: int, num_first: int, count: int, default_dtype: Dtype | None) -> Dtype:
-        """Return the mix's type for the i-th of `count` tensors of a kind; the first or outer ones may differ."""
+        """Return the mix's type for the i-th of `count` tensors of a kind: that for the first `num_first`, else that
+        for outer ones, else `default_dtype`, else the main type."""
         if self.mix.first_layers and i < num_first:
             return self.mix.first_layers
         spread_dtype = self.mix.outer_layers if _gets_more_bits(i, count) else None

@@ -9,8 +9,7 @@ The head is frozen, so that the sum over the vocabulary needs only the mean of i
 
     sum p log(p / q) = -log q(y) + x · (head[y] - mean) - entropy of p + (head's bias: a constant)
 
-for any y; logits are computed once, in chunks, by the head. The divergence's gradient is 0 where q = p.
-"""
+for any y; logits are computed once, in chunks, by the head. The divergence's gradient is 0 where q = p."""
 
 from dataclasses import dataclass
 
@@ -48,8 +47,9 @@ class ReplayLoss:
         return self.num_texts * self.length * (2 * self.head_width + 8)
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (): the data's, plus the divergence from the base on the texts at the rows' ends. Adds the
-        graph inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
+        """Compute the loss (): the data's (base_loss), plus the divergence from the base on the texts, which are the
+        last `length` tokens of each row. Adds the graph inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length,
+        C)."""
         batch_rows, time, width = base_loss.x.shape
         length = min(self.length, time)  # the search for a context that fits tries shorter rows
 

@@ -1,8 +1,7 @@
 """Rewrites a model file with some matrices changed; all other tensors are copied byte for byte.
 
 Takes the base, its changed rows in f32, and the output path; a changed matrix is stored in its own type, or in
-another requested type. Only a few rows are in memory at a time.
-"""
+another requested type. Only a few rows are in memory at a time."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +52,7 @@ def is_recodable(base: GGUF, name: str) -> bool:
 
 
 def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | AwareMergedRows]:
-    """Return {tensor: function that reads merged rows} of an --aware adapter, in the base's quantization blocks."""
+    """Return {tensor: function (row_start, row_stop) -> rows} of an --aware merge, in the base's own blocks."""
     return {
         name: AwareMergedRows(base.array(name), adapter, name, r) if is_recodable(base, name) else r
         for name, r in merged_rows(base, [(adapter, 1.0)]).items()
@@ -61,7 +60,8 @@ def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | Awar
 
 
 def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, ReadRows]:
-    """Return {tensor: function that reads merged rows as f32} for all matrices with adapters. Raises InputError."""
+    """Return {tensor: function (row_start, row_stop) -> merged rows, f32} for all matrices with adapters, each given
+    with its scale's factor. Raises InputError."""
     adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
 
     def read_merged(name: str) -> ReadRows:
@@ -88,7 +88,7 @@ def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[s
 
 
 def unpacked(base: GGUF, name: str) -> ReadRows:
-    """Return a function that reads rows of a matrix, or of all matrices of a stack, as f32."""
+    """Return a function (row_start, row_stop) -> f32 rows of a matrix; rows of a stack count through it."""
     array = base.array(name)
     matrix_rows = array.reshape(-1, array.shape[-1])
 

@@ -9,7 +9,7 @@ POSITIONS, HEAD_BIAS = "position_embd.weight", "output.bias"
 
 
 def weight_shapes(config: Config) -> Shapes:
-    """Return the shapes of all weights by name, those of LoRA adapters last."""
+    """Return the shapes of all weights by full GGUF name, those of LoRA adapters last."""
     c, optional = config.embedding_length, config.optional
     shapes_by_name: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     if config.traits.learned_positions:
@@ -86,7 +86,7 @@ def unused_weights(config: Config) -> list[str]:
 
 
 def _with_biases(config: Config, named_shapes: Shapes) -> Shapes:
-    """Add ".weight" to names, and the biases that the model has."""
+    """Add ".weight" to names within a block, and after each its bias (its first axis) if the model has one."""
     shapes_by_name: Shapes = {}
     for name, shape in named_shapes.items():
         is_bare = config.traits.unsuffixed_ffn_norm and name == config.traits.ffn_norm

@@ -2,8 +2,7 @@
 
 A block of attention then needs memory for its input and output, for keys and values, and for inner values of one tile.
 In blocks with convolutions or scans, only the feed-forward is tiled. Results are those of untiled blocks; gradients of
-weights are sums over tiles, the first rows first.
-"""
+weights are sums over tiles, the first rows first."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ ALL_ROWS = "keys", "values", "positions", "sequences"  # what attention reads of
 
 
 def can_tile(config: Config) -> bool:
-    """Whether blocks can run in tiles of rows: not with dropout, which numbers all rows, nor with --aware."""
+    """Whether blocks can run in tiles of tokens: not with dropout, which numbers all tokens, nor with --aware."""
     return config.lora is None or not (config.lora.dropout or config.lora.aware)
 
 
@@ -35,7 +34,8 @@ class TiledBlocks:
     def compute(
         self, block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer
     ) -> Tensor:
-        """Compute a block as `block.compute_block` does, but in tiles of rows: h (B, T, C) -> (B, T, C)."""
+        """Compute a block as `block.compute_block` does, h (B, T, C) -> (B, T, C), but T / count tokens of each row at
+        a time. `mixer` is for blocks with scans and convolutions, which are not tiled."""
         config, i = block.config, block.block_index
         wholes = {name: t for name, t in block.w.items() if name.startswith(f"blk.{i}.")}
         if not config.attends(i) or config.has_scan(i):
@@ -58,7 +58,8 @@ class TiledBlocks:
     def _bodies(
         self, block: BlockBuilder, rows: Sequence[Tensor], rope_tables: RopeTables
     ) -> tuple[BuildBody, BuildBody]:
-        """Return functions that build a tile of rows as a graph: its keys and values, and the block's output."""
+        """Return two functions that build the graph of one tile of `rows` (h and what goes with its tokens): the first
+        returns [keys, values], the second, once all keys are there, [the block's output]."""
 
         def run(tiles: Sequence[Tensor], w: Mapping[str, Tensor], attend: Attend) -> Tensor:
             tile_of = dict(zip(rows, tiles, strict=True))

@@ -1,8 +1,7 @@
 """Transformers as graph functions: one definition for every architecture, for training and cached generation.
 
 Builds tensors from a Config and leaves. Weights have their GGUF names; the Mixer is the difference between training
-(keys and values of the batch) and generation (keys and values of the cache).
-"""
+(keys and values of the batch) and generation (keys and values of the cache)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -111,7 +110,8 @@ def make_rope_tables(
 def make_rope_table(
     rope: Rope, pos: Tensor, factors: Tensor | None, growth: tuple[float, int, int] = (0.0, 1, 0)
 ) -> Tensor:
-    """Return the table of cosines and sines of a rotation for these positions."""
+    """Return the table of cosines and sines of a rotation at `pos`; `factors`: divisors of its frequencies, or None;
+    `growth`: (rate, length, offset) by which long contexts scale queries, see ops.rope_table."""
     rope_values = ops.rope_table(
         pos, factors if rope.use_factors else None, dims=rope.rotated_width, base=rope.base, divisor=rope.divisor,
         blend=rope.blend, magnitude=rope.magnitude, growth=growth,
@@ -180,7 +180,7 @@ def batch_mixer(
     config: Config, pos: Tensor, seq: Tensor, keys_values: KeysAndValues | None = None
 ) -> Mixer:
     """Return a Mixer for batches without a cache: tokens see earlier tokens of their row and sequence (equal `seq`).
-    `keys_values` is filled with each block's keys and values."""
+    `keys_values` is filled with {block: (keys, values)}."""
     keys_values = {} if keys_values is None else keys_values
 
     def attend(
@@ -287,11 +287,13 @@ def loss(
     config: Config, w: Weights, batch_size: int, time: int, *, chunk: int = 256, num_parts: int = 1,
     skipped: int = 0, even: bool = False, num_row_tiles: int = 1,
 ) -> LossOutputs:  # fmt: skip
-    """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
+    """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T) = (batch_size,
+    time).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the same
     `seq`: several samples can share a row. Dropout adds an input `dropout` (num_parts, 3) i64, see lora.KEY.
 
+    chunk      tokens whose logits exist at a time
     num_parts  each block processes the batch in this many parts: it then needs memory for one part, and its weights'
                gradients are complete before those of the block below begin. The last part goes first, so that
                gradients are summed in the order of the rows.
@@ -319,7 +321,8 @@ def loss(
 def cross_entropy(
     config: Config, w: Weights, x: Tensor, targets: Tensor, weights: Tensor, chunk: int
 ) -> tuple[Tensor, ...]:
-    """Compute the losses of targets by the head from its input x (..., C), see ops.linear_cross_entropy."""
+    """Compute (loss, losses by token, whether each target is the likeliest) by the head from its input x (..., C), see
+    ops.linear_cross_entropy; `chunk`: tokens whose logits exist at a time."""
     return ops.linear_cross_entropy(
         x, head(w), targets, weights, w.get(HEAD_BIAS), chunk=chunk, softcap=config.final_softcap,
         precision=config.precision,
@@ -329,7 +332,8 @@ def cross_entropy(
 def residual_stream_in_parts(
     config: Config, w: Weights, batch: tuple[Tensor, ...], num_parts: int, num_row_tiles: int = 1
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, in parts of the batch, last first."""
+    """Yield the embedding, then each block's output, as a tuple of `num_parts` parts of the batch, the last rows first.
+    `batch`: tokens, pos and seq, all (B, T); `num_row_tiles`: see tiled_block."""
     rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
 
     def part_stream(part_index: int) -> Iterator[Tensor]:

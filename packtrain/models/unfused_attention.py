@@ -1,7 +1,6 @@
 """Attention written out: products, a mask and a softmax instead of one op, for backends that have none.
 
-Positions are compared as f32, which is exact up to 16,777,216.
-"""
+Positions are compared as f32, which is exact up to 16,777,216."""
 
 from packtrain.dtypes import f32
 from packtrain.engine import ops
@@ -25,7 +24,7 @@ def attention_cells(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_lines: Tensor, seen: Tensor, k_pos: Tensor,
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Compute ops.attention_cells without a fused op; `seen` (R, S) is 1 where line r, a sequence, has cell s."""
+    """Compute ops.attention_cells without a fused op; `seen` (R, S): 1 where line r, a sequence, has cell s."""
     seen = ops.mul(_visible_keys(q_pos, k_pos, window), ops.get_rows(seen, q_lines))
     q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _as_f32(k), _as_f32(v), seen))
     y = _softmax_mix(q, k, v, sinks, seen, scale, softcap)
@@ -45,7 +44,8 @@ def _position_differences(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _visible_keys(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
-    """Return 1 for keys that are not later than the query and within its window (or chunk, if negative), else 0."""
+    """Return (..., T, S) f32: 1 for keys that are not later than the query and less than `window` before it (0: no
+    limit; negative: in its chunk of -window tokens), else 0."""
     since = _position_differences(q_pos, k_pos)
     seen = ops.step(ops.scale(since, by=1, bias=0.5))
     if window < 0:  # `grown` values are equal within a chunk and differ between chunks
@@ -59,7 +59,8 @@ def _visible_keys(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
 def _softmax_mix(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, scale: float, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """Return the mean of the values, weighted by the softmax of the visible scores; `seen` is (B, T, S)."""
+    """Return attention's outputs like q, (B, T, H, D): for each query the mean of v (B, S, K, D), weighted by the
+    softmax of scores where `seen` (B, T, S) is 1."""
     (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
     grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))
     x = ops.cont(ops.permute(grouped, axes=(0, 2, 3, 1, 4)))  # (B, K, H / K, T, D)

@@ -1,7 +1,6 @@
 """Describes an architecture: its differences from llama, its GGUF keys, and the checkpoints that convert to it.
 
-Plain data; each of the other modules of this folder defines one architecture, and nothing here knows any of them.
-"""
+Plain data; each of the other modules of this folder defines one architecture, and nothing here knows any of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +60,8 @@ NUMBERED = ("w1", "w3", "w2")
 def feed_forward(
     module: str, suffix: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """Map a checkpoint's feed-forward modules (`mlp.gate_proj` …) to GGUF names (`ffn_gate` …, then `suffix`)."""
+    """Return {checkpoint's module: GGUF name} of a feed-forward: `{module}.{names[0]}` is ffn_gate, then ffn_up and
+    ffn_down, each followed by `suffix`."""
     parts = zip(names, ("gate", "up", "down"), strict=True)
     return {f"{module}.{name}": f"ffn_{part}{suffix}" for name, part in parts}
 
@@ -105,7 +105,7 @@ SHARED_AND_DENSE = ("expert_shared_count", "leading_dense_block_count")
 
 
 def fixed(**values: Any) -> dict[str, tuple[Any, ...]]:
-    """Return Family.required_values, {key: (default, allowed)}, for config keys that must have their default."""
+    """Return Family.required_values, {key: (default, allowed)}, for config keys whose only allowed value is given."""
     return {key: (value, value) for key, value in values.items()}
 
 
@@ -115,8 +115,8 @@ OptionalNames = Callable[[HFConfig], tuple[str, ...]]
 def with_tensors(
     *names: str, true_flags: tuple[str, ...] = (), **names_by_flag: tuple[str, ...]
 ) -> OptionalNames:
-    """Return a function config -> names of optional tensors, for Family.optional_tensors: `names`, and those of each
-    flag that config.json sets (`true_flags` if it says nothing)."""
+    """Return a function config -> names of optional tensors, for Family.optional_tensors: always `names`, and for each
+    flag, flag=names, that config.json sets, its names. Flags in `true_flags` count as set if config.json lacks them."""
 
     def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
         flagged = (n for key, n in names_by_flag.items() if hf_config.flag(key, key in true_flags))
@@ -126,7 +126,8 @@ def with_tensors(
 
 
 def grouped_heads(sizes: ModelSizes) -> tuple[RowSpans, RowSpans, RowSpans]:
-    """Return spans of a fused QKV matrix's rows, stored as groups of queries, key and value: all q, all k, all v."""
+    """Return spans, each (first row, end), of the rows of q, of k and of v in a fused QKV matrix, whose rows are stored
+    in groups, one for each K/V head: its queries, its key, its value."""
     d, num_groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // num_groups + 2
     q, k, v = (
@@ -140,7 +141,7 @@ Changed = Callable[[np.ndarray, int], np.ndarray]  # (rows, number of the first)
 
 
 def decays_from_logs(rows: np.ndarray, first: int) -> np.ndarray:
-    """Compute a scan's decays from their logarithms: -exp(rows)."""
+    """Compute a scan's decays from their logarithms: -exp(rows). `first`, a row number, is unused; see Changed."""
     decay_rows: np.ndarray = -np.exp(rows)
     return decay_rows
 
@@ -364,6 +365,6 @@ class Architecture:
         return self.num_kv_blocks > 0 or "attention.shared_kv_layers" in self.key_defaults
 
     def score_width(self, sizes: ModelSizes) -> int:
-        """Return the width by whose square root attention scores are divided."""
+        """Return the width n of the factor 1 / sqrt(n) of attention scores."""
         is_wide = sizes.block_count == self.wide_score_blocks
         return sizes.embedding_length // sizes.head_count if is_wide else sizes.head_width

@@ -1,7 +1,6 @@
 """DeepSeek-V2 and V3: heads from narrow vectors, a shared expert, experts after the first blocks; V3's in groups.
 
-arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, are not used.
-"""
+arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, are not used."""
 
 from typing import Any
 

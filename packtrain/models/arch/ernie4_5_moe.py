@@ -10,7 +10,7 @@ WIDTH, FIRST_EXPERT_BLOCK = ("moe_intermediate_size", 1536), "moe_layer_start_in
 
 
 def shared_and_dense(hf_config: arch.HFConfig) -> tuple[int, int]:
-    """Width of the shared expert, which equals llama.cpp's in Baidu's models, and number of dense blocks."""
+    """Return (the shared expert's width, which equals llama.cpp's in Baidu's models; number of dense first blocks)."""
     num_shared_experts = hf_config.get("moe_num_shared_experts", 2)
     num_dense_blocks = hf_config.get(FIRST_EXPERT_BLOCK, 1)
     if type(num_shared_experts) is not int or num_shared_experts < 0:

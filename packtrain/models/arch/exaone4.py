@@ -1,7 +1,6 @@
 """EXAONE 4: norms only after attention and feed-forward, QK norms; the 32B has windows, and rope only within them.
 
-arXiv 2507.11407.
-"""
+arXiv 2507.11407."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import olmo2

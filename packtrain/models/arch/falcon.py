@@ -1,7 +1,6 @@
 """Falcon: attention and feed-forward in parallel, layer norms, gelu without a gate; the 40B has a norm for each.
 
-arXiv 2311.16867.
-"""
+arXiv 2311.16867."""
 
 from packtrain.models.arch import architecture as arch
 
@@ -30,7 +29,7 @@ def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
 
 
 def row_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
-    """Return spans of rows that reorder groups of queries, key and value to all queries, all keys, all values."""
+    """Return {"attn_qkv": spans (first row, end)}: from rows in groups, all queries, then all keys, all values."""
     q, k, v = arch.grouped_heads(sizes)
     return {"attn_qkv": q + k + v}
 

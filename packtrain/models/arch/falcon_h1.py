@@ -1,7 +1,6 @@
 """Falcon-H1: every block has attention and a Mamba-2 scan, in parallel. arXiv 2507.22448.
 
-Conversion multiplies the matrices by the config's multipliers.
-"""
+Conversion multiplies the matrices by the config's multipliers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +29,7 @@ def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Key
 
 
 def times(*factors: float | np.ndarray) -> arch.Changed:
-    """Return a function that multiplies rows by factors in turn, which are numbers or have one value per row."""
+    """Return a function (rows, first row's number) -> rows times all factors, numbers or arrays with one per row."""
 
     def change_rows(rows: np.ndarray, first: int) -> np.ndarray:
         for factor in factors:

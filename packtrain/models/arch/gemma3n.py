@@ -1,8 +1,7 @@
 """Gemma 3n (text): several residual streams, embeddings for each block, a low-rank product beside attention.
 
 The first blocks have sparse gates, the last use the keys and values of earlier blocks. Google, Gemma 3n; llama.cpp's
-gemma3n.cpp, which has the numbers below in its code, and reads no keys for them.
-"""
+gemma3n.cpp, which has the numbers below in its code, and reads no keys for them."""
 
 from statistics import NormalDist
 from typing import Any

@@ -1,8 +1,7 @@
 """Gemma 4 (text): embeddings for each block, and later blocks that share the keys and values of earlier ones.
 
 Blocks with a window have other heads than those without. Scales of blocks are buffers in transformers, and not
-trained. Google, Gemma 4; llama.cpp's gemma4.cpp, which does not read matrices of sharing blocks either.
-"""
+trained. Google, Gemma 4; llama.cpp's gemma4.cpp, which does not read matrices of sharing blocks either."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -74,7 +73,7 @@ def per_block_fields(hf_config: arch.HFConfig) -> dict[str, Any]:
 
 
 def factors(hf_config: arch.HFConfig) -> np.ndarray:
-    """Return divisors of rope's frequencies: in heads without a window, rope rotates only the first pairs."""
+    """Return rope's frequency divisors, (D / 2,) f32: in heads without a window, only the first pairs rotate."""
     width = hf_config.size("head_dim")
     num_rotated = hf_config.rotated_width(width) // 2
     return np.repeat(np.array([1.0, UNTURNED], np.float32), (num_rotated, width // 2 - num_rotated))

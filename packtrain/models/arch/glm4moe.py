@@ -1,8 +1,7 @@
 """GLM-4.5: a shared expert, and experts after the first blocks, weighed by sigmoids and chosen with the help of a bias.
 
 arXiv 2508.06471; the weights of the chosen experts add up to a factor. Merges keep the blocks after the last, which
-guess more tokens; convert and full tunes leave them out: no loss reads them, so they would guess for another model.
-"""
+guess more tokens; convert and full tunes leave them out: no loss reads them, so they would guess for another model."""
 
 from packtrain.models.arch import architecture as arch
 

@@ -1,8 +1,7 @@
 """gpt-oss: sinks in attention, a window in every other block, experts with biases and a clamped activation, and YaRN.
 
 arXiv 2508.10925. The weights of the chosen experts are a softmax of their logits. The config says that YaRN's ramp is
-not rounded; GGUF has no key for that and llama.cpp rounds the ramp, so packtrain does.
-"""
+not rounded; GGUF has no key for that and llama.cpp rounds the ramp, so packtrain does."""
 
 from packtrain.models.arch import architecture as arch
 

@@ -1,7 +1,6 @@
 """Granite 3 and 4 (dense): llama with scaled embeddings, residuals, scores and logits.
 
-Granite 4's have the hybrids' model class with attention in all blocks; llama.cpp writes keys of scans for them, too.
-"""
+Granite 4's have the hybrids' model class with attention in all blocks; llama.cpp writes keys of scans for them, too."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import llama

@@ -1,7 +1,6 @@
 """Granite 4 hybrids: most blocks have a Mamba-2 scan instead of attention; granite's scales, with or without experts.
 
-There is no rope unless the file asks for it.
-"""
+There is no rope unless the file asks for it."""
 
 from typing import Any
 
@@ -28,7 +27,7 @@ def other_class(hf_config: arch.HFConfig) -> str:
 
 
 def read_scan(hf_config: arch.HFConfig, inner_width: int) -> Scan:
-    """Read the sizes of a Mamba-2 scan from the config. Raises InputError if they do not fit each other."""
+    """Read the sizes of a Mamba-2 scan, `inner_width` numbers over all heads. Raises InputError if they do not fit."""
     hf_config.require_one_of("mamba_proj_bias", False, False)
     num_heads = hf_config.size("mamba_n_heads", 128)
     each = hf_config.get("mamba_d_head", "auto")

@@ -111,7 +111,7 @@ class HFConfig:
     # ---- windows
 
     def layer_types(self, blocks: int, *allowed: str, every: bool = False) -> list[str]:
-        """Return `layer_types`, one of `allowed` per block; `every` demands that each occurs."""
+        """Return `layer_types`: for each of `blocks`, one of `allowed`; `every` demands that each of these occurs."""
         types = self.get("layer_types")
         is_valid = (
             isinstance(types, list) and len(types) == blocks and all(k in allowed for k in types)
@@ -122,7 +122,8 @@ class HFConfig:
         return list(types)
 
     def layer_windows(self, blocks: int, is_required: bool = False) -> list[bool]:
-        """Return for each block whether it has a window, by `layer_types` or the pattern; [] if neither is set."""
+        """Return for each block whether it has a window, by `layer_types` (`is_required`: only so) or the pattern; else
+        []."""
         type_names, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
         if type_names is not None or is_required:
             return [layer_type == SLIDING for layer_type in self.layer_types(blocks, SLIDING, FULL)]
@@ -133,7 +134,7 @@ class HFConfig:
         return []
 
     def require_window_interval(self, window_interval: int, blocks: int) -> None:
-        """Raise InputError unless windows are in all blocks but every N-th (`window_interval`), or not stated."""
+        """Raise InputError unless all blocks but every `window_interval`-th have windows, or no windows are stated."""
         expected = [(i + 1) % window_interval != 0 for i in range(blocks)]
         if self.layer_windows(blocks) not in ([], expected):
             requirement = f"windows but for every {window_interval}th block"
@@ -197,7 +198,7 @@ class HFConfig:
         return "longrope" if scaling_type == "su" else scaling_type  # its former name
 
     def rotated_width(self, head_width: int, default: float = 1.0) -> int:
-        """Return the number of elements of a head that rope rotates."""
+        """Return how many of a head's elements rope rotates; `default`: their share if the config has none."""
         rotated_share = self.full_rotation().get(PARTIAL)
         rotated_share = self.get(PARTIAL, default) if rotated_share is None else rotated_share
         return int(self.number(PARTIAL, rotated_share) * head_width)

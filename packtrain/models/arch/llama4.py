@@ -1,7 +1,6 @@
 """Llama 4 (text): experts in every N-th block, attention in chunks, and every fourth block without rope.
 
-Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp, which takes chunks of 8,192 tokens whatever the key says.
-"""
+Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp, which takes chunks of 8,192 tokens whatever the key says."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import llama
@@ -22,7 +21,7 @@ WIDTH = "expert_width"  # our key, which configs do not have
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """Rename widths: the config's intermediate_size is that of an expert."""
+    """Rename widths: the config's intermediate_size is an expert's, intermediate_size_mlp the dense blocks'."""
     expert_width = hf_config.size("intermediate_size", 8192)
     return hf_config.but(
         intermediate_size=hf_config.size("intermediate_size_mlp", 16384), **{WIDTH: expert_width}

@@ -1,7 +1,6 @@
 """OLMo 2 and 3: norms only after attention and feed-forward; QK norms over all heads together.
 
-OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.13961.
-"""
+OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.13961."""
 
 from packtrain.models.arch import architecture as arch
 

@@ -1,7 +1,6 @@
 """OLMoE: experts in all blocks, whose weights do not add up to 1; QK norms over all heads together.
 
-arXiv 2409.02060.
-"""
+arXiv 2409.02060."""
 
 from packtrain.models.arch import architecture as arch
 

@@ -1,7 +1,6 @@
 """Phi-1 and 2: attention and feed-forward in parallel, layer norms, partial rope, biases, also of the head.
 
-arXiv 2306.11644.
-"""
+arXiv 2306.11644."""
 
 from packtrain.models.arch import architecture as arch
 

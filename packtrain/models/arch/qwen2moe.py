@@ -1,7 +1,6 @@
 """Qwen2 and Qwen 1.5 with experts in every block and a gated shared expert. arXiv 2407.10671.
 
-The weights of the chosen experts come from a softmax over all experts, and do not add up to 1.
-"""
+The weights of the chosen experts come from a softmax over all experts, and do not add up to 1."""
 
 from packtrain.models.arch import architecture as arch
 

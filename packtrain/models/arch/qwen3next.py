@@ -1,7 +1,6 @@
 """Qwen3-Next: most blocks have a gated delta net, the others gated attention; all have experts and a shared expert.
 
-arXiv 2412.06464. Blocks that guess more tokens are not used.
-"""
+arXiv 2412.06464. Blocks that guess more tokens are not used."""
 
 from typing import Any
 

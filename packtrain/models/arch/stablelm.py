@@ -1,7 +1,6 @@
 """StableLM 2: layer norms, partial rope; the 12B has attention and feed-forward in parallel, and norms of each head.
 
-arXiv 2402.17834.
-"""
+arXiv 2402.17834."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.hf_config import PARTIAL, HFConfig

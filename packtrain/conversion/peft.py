@@ -1,8 +1,7 @@
 """Reads and writes PEFT adapters: a folder of adapter_config.json and adapter_model.safetensors.
 
 The base determines the names of the matrices in a checkpoint, and whose rows are permuted in GGUF files. Refuses
-contents that a GGUF adapter cannot store (DoRA, biases, whole modules).
-"""
+contents that a GGUF adapter cannot store (DoRA, biases, whole modules)."""
 
 import json
 import math
@@ -66,14 +65,14 @@ class AdaptedMatrix:
     column_spans: RowSpans = ()  # columns of the checkpoint, likewise
 
     def to_base_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
-        """Return A and B with columns and rows in the order of the base."""
+        """Return (A, B) with A's columns and B's rows in the order of the base's file, from the checkpoint's."""
         a = a[:, order(self.column_spans)] if self.column_spans else a
         if self.heads and len(b) % (2 * self.heads) == 0:
             return a, pair_halves(b, self.heads)
         return a, b[order(self.row_spans)] if self.row_spans else b
 
     def to_checkpoint_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
-        """Return A and B with columns and rows in the order of the checkpoint."""
+        """Return (A, B) with A's columns and B's rows in the order of the checkpoint, from the base's file's."""
         a = a[:, np.argsort(order(self.column_spans))] if self.column_spans else a
         if self.heads:
             return a, halved(b, self.heads)
@@ -120,7 +119,7 @@ def _embedding_modules(model: ModelFile) -> list[str]:
 
 
 def read_peft(folder: Path, model: ModelFile) -> Adapter:
-    """Read the adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot store."""
+    """Read the adapter in a PEFT folder, for the base `model`. Raises InputError for what GGUF cannot store."""
     config = _read_config(folder / CONFIG)
     halves = _read_halves(folder / TENSORS, config, model)
     alpha, by_tensor = 0.0, dict[str, dict[int | None, Pair]]()
@@ -221,7 +220,7 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
 
 
 def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
-    """Read A and B of each module, f32, by its name in the file; beside them may be the base's embedding or head."""
+    """Return {module's name in the file: (A, B) f32}; the file may also have the base's embedding or head."""
     by_module, names = dict[str, dict[str, np.ndarray]](), dict[str, str]()
     modules = adapted_matrices(model)
     for name, stored_tensor in open_file(path).items():
@@ -281,7 +280,7 @@ def _unknown_module_message(module: str, model: ModelFile) -> str:
 
 
 def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_experts: int) -> Pair:
-    """Return the pair of a matrix, or those of all experts stacked, with zeros for experts without a pair."""
+    """Return (A, B) of a matrix (key None), or those of all experts stacked, zeros for experts without a pair."""
     if None in by_expert:
         return by_expert[None]
     first_pair = next(iter(by_expert.values()))

@@ -2,8 +2,7 @@
 
 Stream x is exact: with unmerged adapters, or before quantization. Stream z reads the file that is being written.
 Each block has sites: inputs of its matrices, grouped by equal input. A site yields sums over the tokens of all
-batches. The graphs are the model's own; inputs of matrices are found in them.
-"""
+batches. The graphs are the model's own; inputs of matrices are found in them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +90,8 @@ class StreamPair:
         return self.stream_graphs.build_block(i)
 
     def moments(self, site: MatrixInput, columns: slice, expert: int | None = None) -> InputMoments:
-        """Sum over all tokens, or over those of one expert, ZᵀZ and (X - Z)ᵀZ of some columns of a matrix's input."""
+        """Sum over all tokens, or over those of one `expert`, ZᵀZ and (X - Z)ᵀZ of columns of a matrix's input `site`:
+        X (tokens, n) with exact matrices, Z with merged ones."""
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
@@ -136,7 +136,7 @@ class StreamPair:
             self.shared[batch_index] |= {name: outputs[name] for name in block.shared}
 
     def run_batches(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        """Yield the index of each batch and the outputs of a block's graph for it."""
+        """Yield (index of a batch, outputs by name) of a block's graph for each batch."""
         executor = self._executor(graph)
         for i, batch in enumerate(self.batches):
             available = {"x": self.x[i], "z": self.z[i], **self.shared[i], **batch}
@@ -166,7 +166,7 @@ class StreamGraphs:
         cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
     ) -> "StreamGraphs":
         """Return builders of graphs for the model with unmerged adapters (stream x), and for the file in which they are
-        merged (stream z), whose matrices have these types."""
+        merged (stream z), whose matrices have the types `merged`; `shape`: (rows, time) of a batch."""
         x = transformer.weights(adapted.config, adapted.matrix_dtypes())
         unmerged_leaves = {n: leaf for n, leaf in x.items() if n not in adapted.adapter_values}
         merged_leaves = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
@@ -207,7 +207,8 @@ class StreamGraphs:
 
 
 def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
-    """Find in a block's graph the inputs of the matrices that only the merged stream (z) has, in computed order."""
+    """Find the inputs, in computed order, of the matrices that only stream z of a block's outputs x and z reads:
+    `merged` has these matrices' names."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):
@@ -232,7 +233,7 @@ def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> 
 
 
 def _matrix_reads(output: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
-    """Return, for each product with a stored matrix, the matrix, its input, and each row's expert and token or None."""
+    """Return for each product with a stored matrix: (matrix, input, (each input row's expert, its token) or None)."""
     matrix_reads, tokens = [], None
     for call in Graph({"end": output}).calls:
         if call.op is ops.group_rows:

@@ -1,8 +1,7 @@
 """Rounds matrices of a file block by block to quantization grids, with the least change of their outputs.
 
 `calibrate` takes a model (a base with unmerged adapters, or the one to quantize), batches of tokens, and a file with
-the new types, whose matrices it changes in place.
-"""
+the new types, whose matrices it changes in place."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +84,7 @@ def _round_site(
     max_columns: int, searched: Collection[str],
 ) -> Iterator[tuple[str, np.ndarray]]:  # fmt: skip
     """Round the matrices that share an input (a site); experts with different inputs are calibrated one by one. Yields
-    each matrix's name with the squares of its error and of its output."""
+    (matrix's name, sums of squares (2,) of its output's error and of its output) for each part that was rounded."""
     unit = UNIT_COLUMNS if any(dtype_of(arrays[name]).points for name in site.matrix_names) else 1
     num_columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
     for column_start in range(0, num_columns, max_columns):
@@ -121,14 +120,14 @@ class MatrixSlice:
     def of(
         cls, array: np.ndarray, changed: ReadRows, columns: slice, expert: int | None, experts: int
     ) -> "MatrixSlice":
-        """Return a slice with these columns of all rows, or of one expert's rows."""
+        """Return these columns of `array` (…, blocks), in all its rows or those of one of `experts` experts."""
         packed_rows = array.reshape(-1, array.shape[-1])
         num_rows = len(packed_rows) if expert is None else len(packed_rows) // experts
         first_row = (expert or 0) * num_rows
         return cls(packed_rows, changed, range(first_row, first_row + num_rows), columns)
 
     def _row_parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the slice's quantized rows, to be written, and their exact values; of whole rows about PART values."""
+        """Yield (quantized rows, to be written; their exact values), some rows of the slice at a time."""
         block_size = dtype_of(self.packed).block
         blocks = slice(self.columns.start // block_size, self.columns.stop // block_size)
         num_rows = max(1, PART // (self.packed.shape[-1] * block_size))
@@ -138,11 +137,11 @@ class MatrixSlice:
                 yield rows[:, blocks], self.changed(at, row_stop)[:, self.columns]
 
     def output_power(self, squares: np.ndarray) -> float:
-        """Return the sum over tokens of squared outputs W z, from the inputs' sums `squares` = ZᵀZ."""
+        """Return the sum over tokens of squared outputs W z, from the sums over inputs `squares` = ZᵀZ (n, n)."""
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._row_parts()))
 
     def round(self, back: ErrorFeedback, weights: np.ndarray | None) -> float:
-        """Write rounded codes; return the squared output error. With `weights` of columns, scales are chosen anew."""
+        """Write rounded codes; return the squared output error. `weights` (n,) of columns: choose scales anew."""
         error = 0.0
         for packed, exact_rows in self._row_parts():
             targets = back.row_targets(exact_rows)

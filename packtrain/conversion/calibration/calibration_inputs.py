@@ -1,7 +1,6 @@
 """Decides how many tokens a calibrated merge reads within a memory limit, before training starts.
 
-`best_reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if none fits.
-"""
+`best_reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if none fits."""
 
 import math
 import re
@@ -58,7 +57,7 @@ class ReadingPlan:
         return self.batches * self.rows * self.seq_len
 
     def all_batches(self, data: BatchSequence, max_tokens: int | None = None) -> list[TokenBatch]:
-        """Return all rows of the data in batches, or the first `max_tokens` tokens; the last batch is padded."""
+        """Return the data's rows, or those of its first `max_tokens` tokens, in batches; the last batch is padded."""
         max_rows = None if max_tokens is None else max(1, max_tokens // self.seq_len)
         token_rows = list(islice(_unpadded_rows(data), max_rows))
         padding_row = {name: np.zeros_like(values) for name, values in token_rows[0].items()}
@@ -92,10 +91,8 @@ def best_reading(
     target: Target = CPU, page_nbytes: int = 0,
 ) -> ReadingPlan | None:  # fmt: skip
     """Return the plan that fits `limit` bytes with the most calibration tokens, then the most columns that compensate
-    each other's rounding errors; None if none fits.
-
-    page_nbytes  bytes of pages, if these are limited: the limit is then that of both together
-    """
+    each other's rounding errors; None if none fits. With `page_nbytes`, a limit on mapped pages, memory and pages
+    together fit the sum of both limits. Other arguments: see reading_plans."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     if limit is None:
         return next(candidates, None)
@@ -146,7 +143,7 @@ def reading_plans(
 
 
 def _largest_sizes(leaves: Collection[Tensor]) -> dict[str, int]:
-    """Return for each leaf the bytes in pages of the largest one that has its place in any block."""
+    """Return for each leaf's name the bytes, in whole pages, of the largest leaf of the same name in any block."""
     places = {leaf.label: BLOCK_NUMBER.sub(".", leaf.label) for leaf in leaves}
     sizes = dict.fromkeys(places.values(), 0)
     for leaf in leaves:
@@ -155,7 +152,7 @@ def _largest_sizes(leaves: Collection[Tensor]) -> dict[str, int]:
 
 
 def _ladder(max_batches: int, min_batches: int, max_width: int) -> Iterator[tuple[int, int]]:
-    """Yield numbers of batches and columns to try, best first: fewer tokens, then fewer columns."""
+    """Yield (batches, columns) to try, best first: batches are halved down to `min_batches`, then columns."""
     num_batches, num_columns = max_batches, max_width
     yield num_batches, num_columns
     while num_batches > min_batches or num_columns > MIN_COLUMNS:

@@ -13,8 +13,7 @@ Worked example, without DAMPING: a row with targets (0.6, 0.4) is rounded to who
     column 1: 0.6 becomes 1. Its error is (1 - 0.6) / U₁₁ = 0.4.
 
 The squared error of the outputs, d H dᵀ for d = (0.4, 0.6), is 0.4² + 0.4² = 0.32. The nearest numbers (1, 0) have
-d = (0.4, -0.4) and an error of 0.52.
-"""
+d = (0.4, -0.4) and an error of 0.52."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,13 +59,13 @@ class ErrorFeedback:
         return targets
 
     def target_rows(self, aim: np.ndarray) -> np.ndarray:
-        """Return targets (n, R), sorted by `order`, as rows (R, n) of the matrix, with columns in its own order."""
+        """Return targets `aim` (n, R), sorted by `order`, as matrix rows (R, n) with columns in the matrix's order."""
         matrix_rows = np.empty(aim.shape[::-1], np.float32)
         matrix_rows[:, self.order] = aim.T
         return matrix_rows
 
     def round_targets(self, aim: np.ndarray, rounder: ColumnRounder) -> float:
-        """Round targets (n, R) in place, column by column, compensating earlier errors; returns the squared error."""
+        """Round targets `aim` (n, R) in place, by column, compensating earlier errors; returns the squared error."""
         total_error, errors = 0.0, np.empty((BLOCK, aim.shape[1]), np.float32)
         for start in range(0, len(aim), BLOCK):
             stop = min(start + BLOCK, len(aim))
@@ -94,8 +93,8 @@ class ErrorFeedback:
 
 
 def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> ErrorFeedback:
-    """Compute error feedback from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused; columns are
-    rounded `unit` at a time, which divides n."""
+    """Compute error feedback from sums over inputs, `squares` ZᵀZ and `shift` (X - Z)ᵀZ (n, n), or None for X = Z;
+    their memory is reused. Columns are rounded `unit` at a time, which divides n."""
     diagonal, n = squares.diagonal().astype(np.float64), len(squares)
     unit_order = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
     column_order = (unit_order[:, None] * unit + np.arange(unit)).reshape(-1)
@@ -113,7 +112,7 @@ def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 
 
 
 def cholesky(a: np.ndarray) -> None:
-    """Replace a by its Cholesky factor L, a = LLᵀ, f64, zeros above; needs memory for only a few columns."""
+    """Replace a (n, n), f64, by its Cholesky factor L, a = LLᵀ, zeros above; needs memory for only a few columns."""
     n = len(a)
     for start in range(0, n, BLOCK):
         stop = min(start + BLOCK, n)

@@ -1,8 +1,7 @@
 """Rounds to points of a grid (the IQ types), eight columns at a time.
 
 Signs are those of the targets. The chosen point has the least error of the outputs once later columns have
-compensated it: a quadratic form for each point of a row, all of them by one matrix product.
-"""
+compensated it: a quadratic form for each point of a row, all of them by one matrix product."""
 
 from typing import Any
 
@@ -36,8 +35,8 @@ class PointRounder:
         self._features = np.concatenate([grid[:, left_axis] * grid[:, second], grid], 1).T.copy()
 
     def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Return grid values (8, R) for targets (8, R) of eight neighbouring columns; `factor` (8, 8) is their corner
-        of ErrorFeedback.factor."""
+        """Return grid values (8, R) for targets `aim` (8, R) of the eight neighbouring columns with these numbers;
+        `factor` (8, 8) is their corner of ErrorFeedback.factor."""
         at, width, rounded = columns[0] // UNIT_COLUMNS, self.points.width, np.empty_like(aim)
         scale = self.row_scales[columns[0] // self.points.group_size]
         shift = np.float32(0) if self.row_shifts is None else self.row_shifts[at] * scale
@@ -59,7 +58,7 @@ class PointRounder:
         return rounded
 
     def _negative_signs(self, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Return which values are negative; if their number must be even, the sign that matters least may change."""
+        """Return bool (8, R): which values are negative; if their number must be even, the cheapest sign may change."""
         if self.row_shifts is not None:
             return np.zeros(aim.shape, bool)
         signs = aim < 0
@@ -72,7 +71,8 @@ class PointRounder:
     def _nearest(
         self, aim: np.ndarray, by: np.ndarray, scale: np.ndarray, form: np.ndarray
     ) -> np.ndarray:
-        """Return the numbers of the points for which (value - aim)ᵀ form (value - aim) is least."""
+        """Return for each row the number of the grid point whose value (point * by * scale) has the least error e =
+        value - aim, measured by eᵀ form e. `by`: signs ±1 (width, R), `scale` (R,), `form` (width, width)."""
         left_axis, second, times = self._pair
         squares = (form[left_axis, second] * times)[:, None] * scale * by[left_axis] * by[second]
         row_features = np.concatenate([squares, -2 * by * (form @ aim)]).T

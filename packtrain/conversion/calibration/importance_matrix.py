@@ -1,8 +1,7 @@
 """Importance matrices: for each matrix of a model the sums of squares of its inputs, in llama.cpp's files.
 
 measure_importance computes them. save_importance and load_importance use the GGUF layout of llama-imatrix:
-NAME.in_sum2 and NAME.counts, with a row for each expert of a stack.
-"""
+NAME.in_sum2 and NAME.counts, with a row for each expert of a stack."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,8 +102,8 @@ def measure_importance(
     model: ModelFile, groups: Sequence[Sequence[block_streams.TokenBatch]], source_text: str,
     report_block: BlockProgress = lambda block, blocks: None,
 ) -> ImportanceMatrix:  # fmt: skip
-    """Sum the squared inputs of each matrix over all tokens but padding, a group of batches at a time. Inputs that all
-    experts of a stack read, as those of ffn_gate_exps, count for each expert."""
+    """Sum the squared inputs of each matrix over all tokens but padding, a group of batches at a time; `source_text`
+    names the data. Inputs that all experts of a stack read, as those of ffn_gate_exps, count for each expert."""
     stored = {n: array for n, array in model.stored().items() if n in model.matrix_dtypes()}
     block_matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
     running_sums, num_blocks = RunningSums(), model.config.block_count
@@ -157,7 +156,8 @@ def _input_sums(
     site: block_streams.MatrixInput, x: np.ndarray, real_rows: np.ndarray, expert: np.ndarray | None,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:  # fmt: skip
-    """Yield the name of each matrix that reads x, its sums of squared inputs (experts, columns), and token counts."""
+    """Yield (name, sums of squared inputs (experts, columns), token counts (experts,)) of each matrix that reads x
+    (rows, columns). `real_rows` (rows,): not padding; `expert` (rows,): the expert that reads a row, or None."""
     for name in site.matrix_names:
         stacks = len(matrix_arrays[name]) if matrix_arrays[name].ndim > 2 else 1
         if expert is None:

@@ -47,7 +47,7 @@ class AdapterMerge:
 
     @property
     def extra_nbytes(self) -> int:
-        """How many bytes larger the changed tensors are than those of the base."""
+        """Bytes by which the changed tensors are larger than those of the base."""
         entries = self.base.gguf.entries
         names = {name for adapter, _ in self.adapters for name in adapter.lora_pairs}
         changed = [(entries[name], self.stored(name)) for name in names]
@@ -88,6 +88,7 @@ class AdapterMerge:
     ) -> Mapping[str, float]:  # fmt: skip
         """Write the file; without a `reading`, every value is rounded to the nearest.
 
+        name   the model's name in the metadata
         data   batches to read, as many as the reading allows
         done   called for each matrix rounded to the nearest;  block  called for each finished block
         Returns the relative errors of the calibrated matrices, see `calibrate`.

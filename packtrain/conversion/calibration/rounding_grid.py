@@ -1,8 +1,7 @@
 """The grid of quantized rows: value = code * step + low, with a step and a low for each group of a row.
 
 Reads codes, steps and lows from quantized rows; `put_codes` writes new codes and leaves the scales. The layout of a
-quantization block is defined with its type, in dtypes/. Knows no models.
-"""
+quantization block is defined with its type, in dtypes/. Knows no models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ class RowGrid:
     table: np.ndarray | None = None
 
     def nearest_codes(self, steps: np.ndarray) -> np.ndarray:
-        """Return the codes nearest to values (x - low) / step: as f32, or with a table as integers."""
+        """Return the codes nearest to `steps`, values (x - low) / step: as f32, or with a table as integers."""
         if self.table is None:
             codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.num_levels - 1))
         else:
@@ -55,7 +54,7 @@ class GridRounder:
             self._inverse_steps = np.where(self._step != 0, 1 / self._step, np.float32(0))
 
     def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Return the nearest values (1, R) of the grid for targets (1, R) of a column."""
+        """Return the nearest values (1, R) of the grid for targets `aim` (1, R) of the column `columns[0]`."""
         (at,), group = columns, columns[0] // self.grid.group_size
         group_step, group_low = self._step[group], self._low[group]
         self.codes[at] = self.grid.nearest_codes((aim[0] - group_low) * self._inverse_steps[group])
@@ -81,7 +80,7 @@ def grid_of(rows: np.ndarray) -> RowGrid:
 
 
 def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
-    """Write integers (codes), u8 (R, width), into the bit fields of rows of quantized blocks, in place."""
+    """Write u8 codes (R, width), values' numbers in the grid, into the bit fields of quantized rows, in place."""
     dtype, layout, raw_bytes = _row_layout(rows)
     codes = codes.reshape(*raw_bytes.shape[:2], dtype.block)
     if layout.num_codes > MIN_BYTE_LEVELS:
@@ -95,20 +94,20 @@ def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
 
 
 def _row_layout(rows: np.ndarray) -> tuple[Dtype, CodeLayout, Bytes]:
-    """Return the type and layout of rows, and a view of their bytes."""
+    """Return (type, layout, bytes) of quantized rows (R, blocks); bytes is a view (R, blocks, bytes of a block)."""
     dtype = dtype_of(rows)
     assert dtype.layout is not None, f"codes of {dtype} are not known"
     return dtype, dtype.layout, rows.view(np.uint8).reshape(*rows.shape, dtype.block_nbytes)
 
 
 def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
-    """Return an f16 of each quantization block as f32, (R, blocks, 1)."""
+    """Return the f16 at byte `offset` of each quantization block as f32, (R, blocks, 1)."""
     return np.ascontiguousarray(raw[..., offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
 def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
-    """Yield views (R, blocks, runs, bytes) of the codes' low bits, then of their high bits, with the first bit's place
-    in a code and the number of bits."""
+    """Yield (view (R, blocks, runs, bytes), number of the first bit in a code, number of bits) of the codes' low bits,
+    then of their high bits."""
     num_high_bits = (layout.num_codes >> layout.num_low_bits).bit_length() - 1
     run_places = [(layout.quads, layout.runs, 0, layout.num_low_bits)]
     if num_high_bits > 0:

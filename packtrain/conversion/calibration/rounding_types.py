@@ -23,7 +23,7 @@ def kind_of(name: str) -> str:
 def parse_tensor_types(
     texts: Iterable[str], names: Iterable[str], entries: Mapping[str, TensorInfo]
 ) -> dict[str, Dtype]:
-    """Parse texts NAME=TYPE into the types of these tensors; the last match counts. Raises InputError."""
+    """Parse texts NAME=TYPE to {tensor: type} for tensors among `names`; the last match counts. Raises InputError."""
     chosen_types, names = dict[str, Dtype](), list(names)
     for text in texts:
         pattern, _, type_name = text.rpartition("=")
@@ -50,8 +50,8 @@ def parse_tensor_types(
 def larger_types(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], errors: Mapping[str, float]
 ) -> Iterator[dict[str, Dtype]]:
-    """Yield larger types by kind of matrix, to try in turn: a step for those that lose most, by relative `errors` of
-    matrices, then the largest for all; `stored` has the present types."""
+    """Yield {kind of matrix, such as ffn_down: larger type} to try in turn: a step for kinds with the largest relative
+    `errors` (by matrix), then the largest types for all; `stored` has the present types by matrix."""
     kinds: dict[str, list[str]] = {}
     for name in stored:
         kinds.setdefault(kind_of(name), []).append(name)

@@ -1,8 +1,7 @@
 """Converts checkpoints in Hugging Face's layout (config.json, safetensors, tokenizer files) to GGUF files.
 
 Writes a file that llama.cpp loads, tensor by tensor: the model is never in memory as a whole. A tied model gets no
-output.weight, also where the checkpoint repeats the embedding.
-"""
+output.weight, also where the checkpoint repeats the embedding."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -67,8 +66,8 @@ def convert(
 
 
 def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
-    """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it, or with its
-    `base` if the file is an adapter."""
+    """Raise InputError, which names `path`, unless packtrain opens the file at `part_path` (which will be moved to
+    `path`) and computes finite logits with it, or if it is an adapter, with its `base` and it."""
     try:
         model = open_model(base or part_path)
         model = adapted(model, read_scaled((f"{part_path}:1",), model.gguf)) if base else model
@@ -87,7 +86,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _stored_type(tensor: ConvertedTensor, dtype: Dtype) -> Dtype:
-    """Return the type in which a tensor is stored: vectors stay f32, rows that do not fill blocks become f16."""
+    """Return a tensor's stored type: `dtype`, but f32 for vectors, and f16 for rows that do not fill its blocks."""
     if isinstance(tensor, MXFP4Tensor):
         return MXFP4
     is_matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")

@@ -1,8 +1,7 @@
 """Translates a config.json into GGUF metadata, tensors of the checkpoint, and tensors computed from the config.
 
 Keys and tensors are those that llama.cpp's converter writes (its conversion/*.py). Raises InputError for what no
-architecture here computes.
-"""
+architecture here computes."""
 
 import math
 from collections.abc import Mapping
@@ -173,7 +172,8 @@ def _expert_keys(sizes: ModelSizes) -> Keys:
 def _rope_keys(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
-    """Return the keys of rope scaling, if the config has any, and tensors of divisors of frequencies."""
+    """Return (keys of rope scaling, {tensor: divisors of frequencies}); both empty without scaling. `family_keys`:
+    those that only the family has."""
     rope_params, kind = c.full_rotation(), c.scaling()
     tensor_by_scaling = {"llama3": FACTORS, "longrope": LONG}
     computed = [name for name, t in tensor_by_scaling.items() if t in architecture.optional_tensors]
@@ -202,7 +202,8 @@ RAMP_ENDS_ROUNDED = (
 def _yarn(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, keys: Keys, family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
-    """Return YaRN as keys; as divisors of frequencies where llama.cpp reads those instead of keys for the ramp."""
+    """Return YaRN as (keys, {tensor: divisors of frequencies}): `keys` and more, or where llama.cpp reads no keys for
+    the ramp, divisors instead."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
     if not original.is_integer():
@@ -240,7 +241,7 @@ def _yarn(
 
 
 def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:
-    """Return the factor by which YaRN multiplies cosines and sines."""
+    """Return the factor by which YaRN with this scaling `factor` multiplies cosines and sines."""
     # an mscale of 0 is none, and an attention_factor of 0 is wrong
     attention_factor, mscale, shared_mscale = (
         c.number(f"rope_scaling.{name}", value)
@@ -254,7 +255,7 @@ def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: fl
 
 
 def _longrope_factors(c: HFConfig, count: int) -> dict[str, np.ndarray]:
-    """Return longrope's divisors for long and for short contexts, by tensor name."""
+    """Return longrope's frequency divisors, `count` for long and `count` for short contexts, by tensor name."""
     factors = {}
     for name, tensor in (("long", LONG), ("short", SHORT_FACTORS)):
         factor_list = c.full_rotation().get(f"{name}_factor")
@@ -266,7 +267,8 @@ def _longrope_factors(c: HFConfig, count: int) -> dict[str, np.ndarray]:
 
 
 def _llama3(c: HFConfig, base: float, width: int) -> np.ndarray:
-    """Return Llama 3's rope divisors: long wavelengths stretched by `factor`, short ones kept, a ramp between."""
+    """Return Llama 3's frequency divisors (width / 2,): long wavelengths are stretched by `factor`, short ones stay, a
+    ramp between; `base`: rope's frequency base."""
     names = "factor", "low_freq_factor", "high_freq_factor"
     rope_params = c.full_rotation()
     factor, low, high = (c.number(f"rope_scaling.{name}", rope_params.get(name)) for name in names)

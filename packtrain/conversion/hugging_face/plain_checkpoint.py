@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(path: Path, text: str | bytes, title: str) -> dict[str, Any]:
-    """Parse an object from JSON text. Raises InputError, also for escaped lone surrogates."""
+    """Parse an object from JSON text; `title` names the text in errors. Raises InputError, also for lone surrogates."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text)

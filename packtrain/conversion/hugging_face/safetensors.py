@@ -1,8 +1,7 @@
 """Maps tensors of a safetensors checkpoint, one file or several with an index, with every bound checked.
 
 A file is a length in 8 bytes, that many bytes of JSON (name -> dtype, shape, data_offsets), and raw bytes. It is
-read here because that is all of the format; the package for it would only add another copy.
-"""
+read here because that is all of the format; the package for it would only add another copy."""
 
 import json
 import math
@@ -128,7 +127,7 @@ def open_file(path: Path) -> dict[str, SafetensorsTensor]:
 
 
 def _entry(path: Path, data: Any, data_start: int, name: str, about: Any) -> SafetensorsTensor:
-    """Return one tensor of the header, checked against the file."""
+    """Return one tensor of the header, where `about` describes it, checked against the file's bytes `data`."""
     about = about if isinstance(about, dict) else {}
     dtype_name, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype_name, str) or dtype_name not in NBYTES:

@@ -56,14 +56,15 @@ class ConvertedTensor:
         return (rows[0] + self.num_padding_rows, *part_shape[1:])
 
     def _source_part(self, array: np.ndarray) -> np.ndarray:
-        """Return the used part of a source: `cut` of its heads, transposed if needed."""
+        """Return the used part of a source: array[cut], after its rows are divided into heads if there are any;
+        transposed if needed."""
         if self.heads:
             array = array.reshape(self.heads, -1, array.shape[-1])
         source_part: np.ndarray = array[self.cut]
         return source_part.swapaxes(-1, -2) if self.is_transposed else source_part
 
     def value_parts(self) -> Iterator[np.ndarray]:
-        """Yield the values of the sources in order as f32, some rows at a time; heads are not split."""
+        """Yield the sources' values as they will be stored, f32, some rows at a time; heads are not split."""
         for source_tensor in self.sources:
             array = self._source_part(source_tensor.array())
             num_rows = sum(part_end - at for at, part_end in self.row_spans) or len(array)
@@ -131,7 +132,7 @@ def order(spans: arch.RowSpans) -> np.ndarray:
 
 
 def pair_halves(weight_rows: np.ndarray, heads: int) -> np.ndarray:
-    """Permute rows of q or k so that the rope pairs (i, i + D / 2) of a head become (2i, 2i + 1)."""
+    """Permute rows of q or k, (heads * D, …), so that the rope pairs (i, i + D / 2) of a head become (2i, 2i + 1)."""
     head_halves = weight_rows.reshape(heads, 2, -1, *weight_rows.shape[1:])
     return np.ascontiguousarray(head_halves.swapaxes(1, 2)).reshape(weight_rows.shape)
 
@@ -235,7 +236,8 @@ def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Confi
 
 
 def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
-    """Return a tensor outside blocks; tables of per-block embeddings may lack rows for image and sound tokens."""
+    """Return the tensor `name` outside blocks, `key` in the checkpoint; per-block embeddings may lack rows for image
+    and sound tokens."""
     if "{}" in key:
         return _stack_tensors(sources, key, name, shape)
     stored = sources.tensors.get(key)
@@ -253,7 +255,7 @@ def _part_name(name: str) -> str:
 def _with_bias(
     sources: _Sources, module: str, name: str, shape: Shape, config: Config, shift: float = 0.0
 ) -> Converted:
-    """Yield a weight, and its bias if the model has one."""
+    """Yield the weight `name` from the checkpoint's `module`, `shift` added, and its bias if the model has one."""
     yield ConvertedTensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)
     if f"{name}.bias" in config.optional:
         yield ConvertedTensor(f"{name}.bias", (sources.take(f"{module}.bias", shape[:1]),))
@@ -298,7 +300,7 @@ def _block_tensors(sources: _Sources, i: int, config: Config, family: arch.Famil
 def _split_joined(
     sources: _Sources, at: str, i: int, config: Config, family: arch.Family
 ) -> Converted:
-    """Yield the tensors that share out the rows of a fused matrix of the checkpoint."""
+    """Yield the tensors of block i (`at` in the checkpoint) that share out the rows of one fused matrix."""
     part_shapes = block_shapes(config, i)
     for module, part_names in family.fused_modules.items():
         if f"{part_names[0]}.weight" in part_shapes:
@@ -315,7 +317,7 @@ def _split_joined(
 def _expert_tensors(
     sources: _Sources, at: str, i: int, config: Config, experts: arch.ExpertLayout
 ) -> Converted:
-    """Yield the tensors of experts; some checkpoints store each expert's, some store them stacked."""
+    """Yield the tensors of block i's experts, stored one by one or stacked; `at`: the block's name prefix."""
     matrices, part_shapes = experts.matrix_modules, block_shapes(config, i)
     is_separate = any(f"{at}.{module.format(0)}.weight" in sources.tensors for module in matrices)
     if not is_separate:
@@ -328,7 +330,8 @@ def _expert_tensors(
 
 
 def _latent_kv_tensors(sources: _Sources, name: str, i: int, config: Config) -> Converted:
-    """Yield the matrices that make keys and values from a narrow vector, out of one in which each head has both."""
+    """Yield block i's attn_k_b and attn_v_b, which make keys and values from a narrow vector, out of the checkpoint's
+    tensor `name`, in which each head has rows of both."""
     heads, nope_width = config.head_count, config.head_width - config.rope_width
     rows_per_head = nope_width + config.value_width
     source = sources.take(name, (heads * rows_per_head, config.kv_lora_rank))
@@ -371,13 +374,14 @@ def _stacked_expert_tensors(
 
 
 def _stack_tensors(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
-    """Return a tensor stacked from those of each expert or head, whose number is {} in their names."""
+    """Return tensor `name` (n, …), stacked from the checkpoint's n tensors called `key`, with numbers for its {}."""
     num_slices, *slice_shape = shape
     slices = tuple(sources.take(key.format(n), tuple(slice_shape)) for n in range(num_slices))
     return ConvertedTensor(name, slices, is_stacked=True)
 
 
 def turned_heads(config: Config, family: arch.Family) -> dict[str, int]:
-    """Return {tensor: heads} whose rows GGUF files permute, because checkpoints pair a head's halves for rope."""
+    """Return {matrix: heads} of those whose rows GGUF files permute, because checkpoints pair a head's halves for
+    rope."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

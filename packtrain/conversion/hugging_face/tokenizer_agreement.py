@@ -29,7 +29,8 @@ def check_agreement(
     path: Path, fast: Mapping[str, Any], steps: TokenizerSteps | None, encode_pieces: EncodeFunction | None,
     tokenizer: Tokenizer, joins_spaces: bool = False,
 ) -> None:  # fmt: skip
-    """Raise InputError with the first text to which the tokenizer gives other ids than the files do.
+    """Raise InputError with the first text to which the tokenizer gives other ids than the files do. `fast`:
+    tokenizer.json's content, {} without; `steps`: its steps.
 
     A tokenizer.json is read by the tokenizers package where it is installed, else by its merges; a tokenizer.model by
     `encode_pieces`, which `joins_spaces` runs of spaces. Without the package, byte-level vocabularies are not checked.

@@ -32,7 +32,7 @@ class PieceModel:
     special_ids: dict[str, int]  # ids of bos, eos, unk and pad
 
     def encoder(self, leads: bool) -> Callable[[str], list[int]]:
-        """Return an encoder by the sentencepiece package, with or without a space before a text."""
+        """Return an encoder by the sentencepiece package; `leads`: it puts a space before a text."""
         proto = self.raw + bytes([NORMALIZER, 2, LEADS, leads])  # the last value of a field counts
         processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
         return lambda text: list(processor.encode(text))
@@ -73,7 +73,7 @@ def read_pieces(path: Path) -> PieceModel:
 
 
 def _fields(raw: bytes) -> list[tuple[int, Any]]:
-    """Return the keys and values of a message's fields."""
+    """Return (key, value) of each field of a protobuf message; a key is 8 * the field's number + its wire type."""
     fields, offset = [], 0
     while offset < len(raw):
         key, offset = _varint(raw, offset)
@@ -85,6 +85,6 @@ def _fields(raw: bytes) -> list[tuple[int, Any]]:
 
 
 def _varint(raw: bytes, offset: int) -> tuple[int, int]:
-    """Return a number of seven bits a byte, the lowest first, and the offset at which it ends."""
+    """Return (number, offset of its end) of a number in base 128 at `offset`, the lowest digits first."""
     end_offset = next(i for i in range(offset, len(raw) + 1) if raw[i] < 128) + 1
     return sum((byte & 127) << 7 * i for i, byte in enumerate(raw[offset:end_offset])), end_offset

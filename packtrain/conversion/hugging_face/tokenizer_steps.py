@@ -1,8 +1,7 @@
 """Reads the steps of a tokenizer.json that a GGUF vocabulary performs, too; refuses any other by name.
 
 A GGUF names one of llama.cpp's pre-tokenizers (byte-level BPE), or has spaces as U+2581, with or without one before a
-text (SentencePiece's BPE). Its readers apply no normalizer.
-"""
+text (SentencePiece's BPE). Its readers apply no normalizer."""
 
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
@@ -114,7 +113,8 @@ def _prepend_scheme(metaspace: Step) -> str:
 
 
 def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: list[str]) -> None:
-    """Raise InputError for added tokens that readers of a GGUF would find elsewhere in a text, or give other ids."""
+    """Raise InputError for added tokens that readers of a GGUF would find elsewhere in a text, or give other ids;
+    `before`: types of the normalizer's steps."""
     vocabulary = fast["model"]["vocab"]
     next_id = len(vocabulary)
     for token in map(as_object, as_list(fast.get("added_tokens"))):
@@ -136,7 +136,7 @@ def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: l
 
 
 def flatten_steps(path: Path, section: str, raw_step: Any) -> list[Step]:
-    """Return the steps of a section in order, each with a type."""
+    """Return the steps of a section as a flat list, each a dict with a type."""
     if raw_step is None:
         return []
     if not isinstance(raw_step, dict) or not isinstance(raw_step.get("type"), str):
@@ -171,7 +171,7 @@ def _check(path: Path, section: str, steps: list[Step], allowed_steps: AllowedSt
 def _read_piece_steps(
     path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
-    """Read SentencePiece's BPE into `steps`. Raises InputError."""
+    """Read SentencePiece's BPE into `steps`; `cuts`: the pre-tokenizer's steps. Raises InputError."""
     vocabulary = fast["model"]["vocab"]
     missing_byte = next((name for name in BYTE_NAMES if name not in vocabulary), "")
     metaspace = next((step for step in cuts if step["type"] == "Metaspace"), {})
@@ -203,7 +203,8 @@ def _read_piece_steps(
 def _read_byte_steps(
     path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
-    """Read byte-level BPE into `steps`: its pre-tokenizer by the patterns that split words. Raises InputError."""
+    """Read byte-level BPE into `steps`; `cuts`, the pre-tokenizer's steps, tell GGUF's name for it. Raises
+    InputError."""
     model = fast["model"]
     missing_byte = next((b for b in UTF8_BYTES if ALPHABET[b] not in model["vocab"]), None)
     if missing_byte is not None and model.get("unk_token") is not None:
@@ -246,7 +247,8 @@ def _split_pattern(path: Path, step: Step) -> str:
 
 
 def _check_made(path: Path, fast: Step, steps: TokenizerSteps, merges_differ: bool) -> None:
-    """Raise InputError for tokens that merges cannot build, if only one of file and GGUF looks whole words up first."""
+    """Raise InputError for tokens that merges cannot build if `merges_differ`: only one of file and GGUF looks whole
+    words up before merging."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
     added_texts = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
     for text in set(fast["model"]["vocab"]) - added_texts - {*BYTE_NAMES} if merges_differ else ():

@@ -1,7 +1,6 @@
 """Translates the vocabulary of a checkpoint folder into GGUF metadata: tokens, special ids, chat template.
 
-tokenizer.model has priority over tokenizer.json, as in llama.cpp's converter. Missing ids become unused tokens.
-"""
+tokenizer.model has priority over tokenizer.json, as in llama.cpp's converter. Missing ids become unused tokens."""
 
 import string
 import sys
@@ -41,9 +40,7 @@ def vocabulary_metadata(
     checkpoint: CheckpointFolder, vocab_size: int, family: Family, report: Callable[[str], object]
 ) -> dict[str, MetadataValue]:
     """Return the tokenizer.* metadata of `vocab_size` tokens; report where GGUF readers will differ from the files.
-
-    Raises InputError if the folder has no vocabulary, or one that a GGUF cannot store.
-    """
+    Raises InputError if the folder has no vocabulary, or one that a GGUF cannot store."""
     folder, table = checkpoint.folder, _VocabularyFiles(checkpoint.folder, vocab_size)
     model, steps = table.piece_model, table.steps
     values = _from_sentencepiece(table, family.blank) if model else _from_json(table, family.merged)
@@ -141,7 +138,7 @@ class _VocabularyFiles:
             self.tokens[id] = text.replace(SPACE, " ").encode()
 
     def put_config_tokens(self, notes: list[str]) -> None:
-        """Store the tokens that tokenizer_config.json adds or makes special; notes those without an id."""
+        """Store the tokens that tokenizer_config.json adds or makes special; adds those without an id to `notes`."""
         file, about, has_pieces = "tokenizer_config.json", self.about, self.piece_model is not None
         listed = {t.get("id"): t for t in map(as_object, as_list(self.fast.get("added_tokens")))}
         added_ids, ids = _optional(self.folder / "added_tokens.json"), self.ids
@@ -304,7 +301,7 @@ def _special_ids(
 def _extra_ends(
     checkpoint: CheckpointFolder, tokenizer: Tokenizer, metadata: Mapping[str, Any], notes: list[str]
 ) -> dict[str, MetadataValue]:  # fmt: skip
-    """Return metadata of up to two end-of-answer ids of the checkpoint that readers of a GGUF would not know."""
+    """Return metadata of up to two end-of-answer ids that readers of a GGUF would not know; may add to `notes`."""
     configs = checkpoint.config.json_values, _optional(checkpoint.folder / "generation_config.json")
     end_lists = (x if isinstance(x := c.get("eos_token_id"), list) else [x] for c in configs)
     ids = [i for i in chain(*end_lists) if type(i) is int and 0 <= i < tokenizer.vocab_size]
@@ -342,7 +339,7 @@ def _bos_eos_flags(
 
 
 def _around(table: _VocabularyFiles, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the special tokens that a step of the post-processor puts before a text, and those after it."""
+    """Return (special tokens that a step of the post-processor puts before a text, those after it)."""
     if step["type"] not in ("ByteLevel", "TemplateProcessing"):
         fact = f"{table.path}: post_processor is {step['type']}"
         raise InputError(fact, "it must be TemplateProcessing")

@@ -1,8 +1,7 @@
 """Adds up arrays over ranks on a thread of its own, so that computation goes on while numbers travel.
 
 Each rank adds up an equal part of a bucket, in the order of the ranks, and sends the sums to all: equal bits each time
-and on each rank, and 2 (k - 1) / k times the bucket for each of k ranks to send.
-"""
+and on each rank, and 2 (k - 1) / k times the bucket for each of k ranks to send."""
 
 import threading
 import time
@@ -61,7 +60,7 @@ class Exchange:
         return is_idle
 
     def submit(self, job: Callable[..., None], arrays: Sequence[Any], *arguments: Any) -> None:
-        """Queue a job on arrays, as flat tensors, which begins once the GPU kernels started so far have ended."""
+        """Queue job(flat tensors, *arguments) on arrays, which begins once GPU kernels started so far have ended."""
         self.num_submitted += 1
         kernel_mark, tensors = self.by.mark_kernels(), [self.by.flat(array) for array in arrays]
 
@@ -90,7 +89,7 @@ class Exchange:
     # ---- jobs, on the thread
 
     def all_reduce(self, arrays: Sequence[Any]) -> None:
-        """Replace each array by its sum over all ranks."""
+        """Replace each flat tensor by its sum over all ranks."""
         for pieces in split_into_buckets(arrays):
             numbers_per_rank = -(-sum(len(piece) for piece in pieces) // self.world_size)
             outgoing, incoming = self._room_views(numbers_per_rank)
@@ -102,7 +101,8 @@ class Exchange:
                 piece.copy_(buffer_part)
 
     def reduce_scatter(self, arrays: Sequence[Any], fresh: bool) -> None:
-        """Put this rank's run of the first array's sum into the second, or add it there unless `fresh`."""
+        """Sum the first of two flat tensors over all ranks, and put this rank's run of the sum (see rank_slice) into
+        the second, or add it there unless `fresh`."""
         (array, local_sum), size = arrays, self.world_size
         rank_parts = [array[rank_slice(len(array), i, size)] for i in range(size)]
         for ((_, run_start, run_end),) in _runs([len(rank_parts[0])], BUCKET // self.world_size):
@@ -117,7 +117,7 @@ class Exchange:
                 local_part.add_(summed)
 
     def all_gather(self, arrays: Sequence[Any]) -> None:
-        """Fill each array with every rank's run of it, see `rank_slice`."""
+        """Fill each flat tensor, of which every rank has its run (see `rank_slice`), with the runs of all ranks."""
         size = self.world_size
         rank_parts = [[a[rank_slice(len(a), i, size)] for a in arrays] for i in range(size)]
         # the first rank has the longest parts, the last may have none
@@ -132,12 +132,12 @@ class Exchange:
                     piece.copy_(place)
 
     def _room_views(self, count: int) -> tuple[Any, Any]:
-        """Return views (ranks, count) of the buffers to send from and to receive into: a row for each rank."""
+        """Return (outgoing, incoming), buffers (ranks, count) to send from and to receive into: a row for each rank."""
         outgoing, incoming = (r[: count * self.world_size] for r in (self.send_room, self.theirs))
         return outgoing.view(self.world_size, count), incoming.view(self.world_size, count)
 
     def _sum_in_order(self, incoming: Any, outgoing: Any) -> Any:
-        """Exchange parts and return the sum of all ranks' parts for this rank, added in the order of the ranks."""
+        """Send outgoing[i] to each rank i; return the sum of what all ranks sent to this one, added in their order."""
         self._exchange_parts(incoming, outgoing)
         summed = incoming[0]
         for rank_numbers in incoming[1:]:
@@ -159,7 +159,7 @@ def gather_function(dist: Any) -> Any:
 
 
 def rooms_nbytes(ranks: int, device: str) -> int:
-    """Return the bytes of a GPU's buffers for exchanges with other ranks; 0 for the host, whose baseline has them."""
+    """Return the bytes of a GPU's buffers for exchanges of `ranks` ranks; 0 for the host, whose baseline has them."""
     return 4 * NUM_ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and sends_from_device(device))
 
 
@@ -176,7 +176,8 @@ def split_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[ArrayRun]]:
-    """Cut arrays into runs (index, start, end); yields lists of runs of at most `max_numbers` numbers together."""
+    """Cut arrays into runs (array's index, start, end); yields lists of runs of at most `max_numbers` numbers
+    together."""
     runs, remaining_numbers = list[ArrayRun](), max_numbers
     for array_index, array_length in enumerate(array_lengths):
         run_start = 0
@@ -194,7 +195,8 @@ def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[Array
 def _places(
     pieces: Sequence[Any], buffer: Any, runs: Sequence[ArrayRun] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield each piece with its slice of a flat buffer: one after the other, or as far apart as the runs are long."""
+    """Yield (piece, its slice of a flat buffer), one after the other, or with `runs` as far apart as the runs are
+    long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     offset = 0
     for piece, length in zip(pieces, lengths, strict=True):

@@ -2,8 +2,7 @@
 
 Each rank counts up a number in the store that all can read, and watches the number of the rank before it. The first
 rank that finds another silent writes down who was lost, for all. A timeout cannot tell a rank that hangs from rank 0
-writing a large file for minutes. Ending the process at once is safe: no file is half written under its own name.
-"""
+writing a large file for minutes. Ending the process at once is safe: no file is half written under its own name."""
 
 import os
 import sys
@@ -45,7 +44,7 @@ class Heartbeat:
         threading.Thread(target=self._watch_ranks, daemon=True).start()
 
     def start_beating(self, connect: Callable[[], Any]) -> None:
-        """Begin to beat and to watch; `connect` makes a new connection to the store."""
+        """Begin to beat and to watch; connect() returns a new connection to the store, for the beating thread."""
         self.answered = self.clock
         self.beat_thread = threading.Thread(target=self._send_beats, args=(connect(),), daemon=True)
         self.beat_thread.start()
@@ -127,5 +126,5 @@ class Heartbeat:
 
 
 def publish_loss(store: Any, reason: str) -> str:
-    """Write down for all ranks why the run ends; return what the first rank that did so wrote."""
+    """Write down for all ranks why the run ends; return the reason that the first rank to do so wrote."""
     return bytes(store.compare_set(LOST_KEY, "", reason)).decode()

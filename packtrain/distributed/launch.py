@@ -35,7 +35,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
 
 
 def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks and return the first exit code other than 0; report ranks that a signal ended."""
+    """Wait for all ranks; return the first exit code that is not 0, else 0, and report ranks that a signal ended."""
     try:
         with _forward_signals(processes):
             _wait_for_ranks(processes)

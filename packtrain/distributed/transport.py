@@ -1,8 +1,7 @@
 """Carries numbers between ranks: gloo for those in the process's memory, NCCL for those on a GPU.
 
 Sums are made in `exchange`: all_reduce of NCCL and gloo chooses ring or tree by the machine, and with it the order of
-sums and their bits. NCCL and its stream are tested with a stand-in, and never ran on a GPU.
-"""
+sums and their bits. NCCL and its stream are tested with a stand-in, and never ran on a GPU."""
 
 import os
 import re
@@ -23,7 +22,7 @@ def sends_from_device(device: str) -> bool:
 
 
 def check_device(device: str, has_cpu_blocks: bool = False) -> None:
-    """Raise InputError for a device that several processes cannot use, or cannot with some blocks on the cpu."""
+    """Raise InputError for a device that several processes cannot use; `has_cpu_blocks`: some blocks are on the cpu."""
     if has_cpu_blocks and sends_from_device(device):
         raise InputError(
             f"--gpu-layers with --device {device} works in one process: NCCL carries what is on a GPU, not sums of"
@@ -80,7 +79,8 @@ class Carrier:
 
     @contextmanager
     def after_kernels(self, kernel_mark: Any) -> Iterator[None]:
-        """Run transfers of this context beside the kernels, after those before the mark; wait for them at the end."""
+        """Context manager: its transfers run beside kernels, after those before the mark, and have ended when it
+        exits."""
         if self.cuda is None or self.stream is None:
             yield
             return

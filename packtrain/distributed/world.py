@@ -59,7 +59,7 @@ class World:
         self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
         """Begin to put this rank's part of a flat f32 array's sum over all ranks into `local_sum`, or to add it unless
-        `fresh`; complete when `wait_for_transfers` returns."""
+        `fresh`; complete when `wait_for_transfers` returns. `rank_and_size`: (this rank, number of ranks)."""
         local_part = array[rank_slice(len(array), *rank_and_size)]
         if fresh:
             local_sum[:] = local_part
@@ -231,10 +231,8 @@ def assume_world(world_size: int) -> Iterator[World]:
 
 @contextmanager
 def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Iterator[World]:
-    """Take part in the run that the environment describes, on its device; if it describes none, run alone.
-
-    share_machine  called with the number of ranks on this machine. Raises InputError without PyTorch, RankLost.
-    """
+    """Take part in the run that the environment describes, on its device; if it describes none, run alone. Calls
+    `share_machine` with the number of ranks on this machine. Raises InputError without PyTorch, RankLost."""
     global _current_world
     if not is_distributed():
         yield _current_world

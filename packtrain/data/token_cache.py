@@ -48,7 +48,8 @@ DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 def read_or_build(
     read: Callable[[Path], Result], folder: Path, module: str, recipe: Any, *options: Any
 ) -> Result:
-    """Read a folder of the cache, which a child fills first if it is missing or damaged; options of `build_folder`."""
+    """Return read(folder), a folder of the cache, which a child running `module` on `recipe` fills first if it is
+    missing or damaged; options of `build_folder`."""
     try:
         return read(folder)
     except (OSError, ValueError):
@@ -59,7 +60,7 @@ def read_or_build(
 def report_progress(
     items: Iterable[Item], report: ReportProgress, sentence: Callable[[], str]
 ) -> Iterator[Item]:
-    """Yield the items, and report a sentence every few seconds."""
+    """Yield the items, and report sentence() every few seconds."""
     last_printed = time.monotonic()
     for item in items:
         if time.monotonic() - last_printed > SECONDS_BETWEEN_LINES:
@@ -72,7 +73,8 @@ def build_folder(
     folder: Path, module: str, request: Mapping[str, Any], report: ReportProgress, memory: str | None = None,
     vocab_size: int = 0, renders_chats: bool = False,
 ) -> None:  # fmt: skip
-    """Let a child fill the folder; replaces an existing folder, which is damaged. Raises what the child raises.
+    """Let a child run `module` on `request` (plain data) to fill the folder, in place of a damaged one. Raises what it
+    raises.
 
     memory         --memory, which this process and the child stay within, or DoesNotFit is raised
     vocab_size     tokens of the vocabulary that the child reads

@@ -1,7 +1,6 @@
 """A vocabulary as GGUF tokenizer metadata: trained from text by SentencePiece, or taken from a model's file.
 
-Returns the `tokenizer.*` keys of a GGUF file. This module knows no text files and no documents.
-"""
+Returns the `tokenizer.*` keys of a GGUF file. This module knows no text files and no documents."""
 
 import io
 from collections import Counter
@@ -51,7 +50,7 @@ def supported_size(text_nbytes: int) -> int:
 
 
 def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
-    """Yield chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
+    """Yield chunks of the texts, of `text_nbytes` in all, evenly spread, at most SAMPLED_NBYTES in total."""
     sample_share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
     seen_nbytes, used_nbytes = 0, 0
     for text in texts:

@@ -1,8 +1,7 @@
 """Chat templates of known families, for a model that has none: chosen by the markers in its vocabulary.
 
 Each template renders llama.cpp's built-in template of that name, and is recognized in the same way. A
-model can only stop at a token, so a family is chosen only if its markers are tokens.
-"""
+model can only stop at a token, so a family is chosen only if its markers are tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class TemplateChoice:
 def choose_template(
     metadata: Mapping[str, Any], model_template: str | None, requested: str | None = None
 ) -> TemplateChoice:
-    """Return the requested template (its text), else the model's own, else its family's, else ChatML."""
+    """Return the template `requested` (its text), else the model's own, else its family's, else ChatML."""
     if requested is not None:
         name = next((name for name in TEMPLATES if TEMPLATES[name] == requested), "")
         replaced_note = "" if model_template is None else ", in place of the model's own"
@@ -93,7 +92,7 @@ def choose_template(
 
 
 def family_of(metadata: Mapping[str, Any]) -> str:
-    """Return the family all of whose markers are special tokens of the vocabulary; "" if there is none."""
+    """Return the name of the family all of whose markers are special tokens of the vocabulary; "" if there is none."""
     tokens, declared_types = metadata[f"{KEYS}tokens"], metadata.get(f"{KEYS}token_type")
     marker_tokens = {text.encode() for texts in MARKERS.values() for text in texts}
     marker_ids = {token: i for i, token in enumerate(tokens) if token in marker_tokens}

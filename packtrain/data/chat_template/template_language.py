@@ -66,7 +66,7 @@ class ChatTemplate:
         return text
 
     def _exchange_lines(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
-        """Send a line to the child and return its answer; kills the child if it takes too long."""
+        """Send a line to the child and return its JSON answer; kills the child if it takes too long."""
         assert child.stdin and child.stdout
         timed_out = threading.Event()
 

@@ -1,7 +1,6 @@
 """The child process of ChatTemplate: reads a template, then messages, one JSON line each; answers with JSON lines.
 
-This file runs by itself and imports nothing of packtrain, so that the child starts in a tenth of a second.
-"""
+This file runs by itself and imports nothing of packtrain, so that the child starts in a tenth of a second."""
 
 import json
 import mmap

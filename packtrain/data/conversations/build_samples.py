@@ -1,7 +1,6 @@
 """The heavy part, run in a child process: read the data, render, tokenize, truncate, write the files of each split.
 
-`write_dataset` fills an empty folder by a DatasetRecipe; `prepare_dataset` reads it. Records are streamed, once.
-"""
+`write_dataset` fills an empty folder by a DatasetRecipe; `prepare_dataset` reads it. Records are streamed, once."""
 
 import json
 from collections import Counter
@@ -78,7 +77,7 @@ class DatasetRecipe:
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
-    """Fill an empty folder with a recipe's tokenized samples; `room`: bytes left by --memory. Raises InputError."""
+    """Fill an empty folder with a recipe's tokenized samples; `room`: bytes that --memory leaves. Raises InputError."""
     file = GGUF(recipe.model)
     renderer_room = MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
     try:
@@ -137,7 +136,7 @@ class ValidationSplitter:
         return self.number // self.interval if self.interval else 0
 
     def note(self, split: float, sources: Iterable[SourceFile], num_records: int) -> str:
-        """Say how many samples are held out for validation."""
+        """Say how many samples are held out for validation, where --val-split is `split`, of `num_records` records."""
         unit = "row" if all(suffix_of(source.path) in ROWS for source in sources) else "record"
         counted_text = plural(self.number, unit if self.number == num_records else "sample")
         verb = "is" if self.num_held_out == 1 else "are"

@@ -2,8 +2,7 @@
 
 If the template has generation blocks, a turn's parts are its blocks. Otherwise a turn begins where the prompt before
 it, rendered with a generation prompt, ends, and ends with the next end marker. This module knows no token ids; an
-error in the template is an InputError that names the record.
-"""
+error in the template is an InputError that names the record."""
 
 import json
 import re
@@ -99,8 +98,9 @@ class ConversationRenderer:
         self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
     def _find_thoughts(self, replies: tuple[Message, Message]) -> tuple[str, tuple[str, str]]:
-        """Return the message field from which the template reads thoughts, and its texts before and after them; "" if
-        none. Some templates render thoughts only before tool calls."""
+        """Return (name of the message field from which the template reads thoughts, (its text before them, its text
+        after)), "" for the name if it reads none. `replies` without and with a call: some templates render thoughts
+        only before tool calls."""
         for reply, name in product(replies, THOUGHTS):
             if not self._shows([ASK, {**reply, name: PROBE}]):
                 continue
@@ -149,7 +149,8 @@ class ConversationRenderer:
         self, messages: list[Message], answers: list[int], turns: list[int], tools: list[Any] | None,
         options: dict[str, Any],
     ) -> list[RenderedConversation]:  # fmt: skip
-        """Render one text or several, as `render`, with the spans of the trained turns' blocks."""
+        """Render one text or several, as `render`, with the spans of the trained turns' blocks. `answers`: indices of
+        all the assistant's messages, `turns`: of the trained ones."""
         texts = {i: self._mark_blocks(messages[: i + 1], tools, options) for i in answers}
         prompts = (self._mark_blocks(messages[:i], tools, options, True) for i in answers)
         bounds = pairwise([*map(_first_block, prompts, texts.values()), None])
@@ -168,7 +169,7 @@ class ConversationRenderer:
     def _mark_blocks(
         self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], begins: bool = False,
     ) -> RenderedConversation:  # fmt: skip
-        """Render messages, with the spans of all their generation blocks; `begins` adds a generation prompt."""
+        """Render messages, with (start, end) of all their generation blocks; `begins` adds a generation prompt."""
         marks = {"extra_variables": {**options.get("extra_variables", {}), **BLOCK_MARKS}}
         parts = BLOCK.split(self._text(messages, tools, add_generation_prompt=begins, **marks))
         text = self._text(messages, tools, add_generation_prompt=begins, **options)
@@ -197,14 +198,15 @@ class ConversationRenderer:
     def prompt(
         self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
     ) -> str:  # fmt: skip
-        """Render the text up to the next answer, with `begins` its beginning, too; `variables` are for the template."""
+        """Render the text up to the next answer; `begins` adds how an answer begins. `variables` are for the
+        template."""
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 
     def _turn(
         self, messages: list[Message], i: int, tools: list[Any] | None, options: dict[str, Any]
     ) -> RenderedConversation:
-        """Render the conversation up to turn i of the assistant, with the span of this turn."""
+        """Render the conversation up to message i, an assistant's turn, with that turn's span."""
         prompt = self._text(messages[:i], tools, add_generation_prompt=True, **options)
         text, reply_start = self._text(messages[: i + 1], tools, **options), len(prompt)
         content = messages[i]["content"].strip()
@@ -254,7 +256,7 @@ class ConversationRenderer:
     # ---- what templates do not support
 
     def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
-        """Return messages and tools as the template supports them, such as a system message joined to the user's."""
+        """Return (messages, tools) as the template supports them, such as a system message joined to the user's."""
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM_NOTE] += 1
@@ -297,7 +299,7 @@ class ConversationRenderer:
 
 
 def _first_block(prompt: RenderedConversation, text: RenderedConversation) -> int:
-    """Return which generation block of `text` is the answer's first: the first that `prompt`, text before it, lacks."""
+    """Return the index of the answer's first generation block in `text`: the first that `prompt`, its start, lacks."""
     pairs = enumerate(zip(prompt.trained_texts, text.trained_texts, strict=False))
     num_parts = min(len(prompt.trained_texts), len(text.trained_texts))
     first = next((k for k, (a, b) in pairs if a != b), num_parts)

@@ -84,7 +84,7 @@ def check(field_values: Mapping[str, Any], location: str, field_table: FieldTabl
 
 
 def weight_of(turn: Mapping[str, Any], role: str, at: str) -> dict[str, int]:
-    """Return {"weight": 1 or 0} of a message, by any key of LOSS, or {}. Raises InputError."""
+    """Return {"weight": 1 or 0} of a message, by any key of LOSS, or {}; `at` names it in errors. Raises InputError."""
     values = {key: turn[key] for key in LOSS if turn.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):

@@ -2,8 +2,7 @@
 
 The whole rendered text is tokenized at once, as in llama.cpp's server: words of a message that spell a control token
 become that token. A token is trained on if it begins in the reply, or if it begins earlier and contains words of the
-reply; a token that shares only whitespace with the prompt is not.
-"""
+reply; a token that shares only whitespace with the prompt is not."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,7 @@ class LossMasker:
         return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.eog_ids]
 
     def spells_control(self, words: str) -> bool:
-        """Whether words of a message spell control tokens."""
+        """Whether text of a message spells control tokens, which tokenizing it would then find."""
         return any(text in words for text in self._controls)
 
     def mask_conversation(self, rendered: RenderedConversation) -> MaskedSample:
@@ -113,7 +112,8 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
 
 
 def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tuple[int, int]:
-    """Return start and end of a token at `offset`, or after whitespace there that the previous token swallowed."""
+    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace there that the previous token
+    took."""
     piece = tokenizer.piece(id)
     if text.startswith(piece, offset):
         return offset, offset + len(piece)
@@ -133,7 +133,7 @@ def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tupl
 
 
 def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
-    """Return how many bytes of the text a piece covers, with spaces or U+2581; None if the piece is not there."""
+    """Return how many bytes of text at `offset` a token's bytes cover, spaces also U+2581; None if it is not there."""
     if text.startswith(piece, offset):
         return len(piece)
     end = offset
@@ -151,7 +151,8 @@ def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
 
 
 def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> Iterator[list[int]]:
-    """Cut ids into windows with at most `length` targets; each begins with the last id of the previous one, or bos."""
+    """Cut ids into windows of `length` + 1, each but the first beginning with the last id of the previous one, or
+    bos."""
     pending: list[int] = []
     for chunk in parts:
         pending += chunk

@@ -1,7 +1,6 @@
 """Messages in the form that chat templates take: roles, content, tool calls with parsed arguments, call ids.
 
-Turns the values of a record into a conversation; InputError names the place and the expected value.
-"""
+Turns the values of a record into a conversation; InputError names the place and the expected value."""
 
 import json
 from dataclasses import dataclass, replace
@@ -62,7 +61,8 @@ class AnswerPair:
 def make_pair(
     location: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any
 ) -> AnswerPair:
-    """Build a pair from a prompt and the answers `chosen` and `rejected`. Raises InputError."""
+    """Build a pair from a prompt and answers {"chosen": …, "rejected": …} at `location` of the data. Raises
+    InputError."""
     conversations = {}
     for name, messages in answers.items():
         if not messages or messages[-1]["role"] != "assistant":
@@ -114,7 +114,8 @@ def question(turns: Any, tools: Any, location: str) -> Conversation:
 
 
 def read_messages(turns: Any, location: str, name: str, allow_empty: bool = False) -> list[Message]:
-    """Check a list of messages, or its JSON text, and return it in the form that templates take."""
+    """Check `turns`, a list of messages or its JSON text, and return them in the form that templates take. Errors call
+    them `name` of the record at `location`."""
     turns = parse_if_json(turns, f"{location}: {name}")
     if not isinstance(turns, list) or not turns:
         raise InputError(f"{location}: {name} must be a list of messages", RECORD_ADVICE)
@@ -200,7 +201,7 @@ def _call(call: Any, at: str) -> Message:
 
 
 def _named_value(values: Message, names: tuple[str, ...], at: str) -> Any:
-    """Return the value that one of these names has; None if none has any. Raises InputError for different values."""
+    """Return the value under one of these names, or None. Raises InputError, at `at`, if their values differ."""
     present_names = [name for name in names if values.get(name) is not None]
     if any(values[name] != values[present_names[0]] for name in present_names):
         raise InputError(f"{at}: {' and '.join(present_names)} differ", "one of them must go")

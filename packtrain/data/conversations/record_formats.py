@@ -1,8 +1,7 @@
 """Data files of any supported format as conversations and texts, one record at a time.
 
 The fields of the first record determine the format of a file. Yields messages in the form that chat templates take.
-This module knows no templates and no tokens; InputError names file, row or line, and field.
-"""
+This module knows no templates and no tokens; InputError names file, row or line, and field."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -98,7 +97,8 @@ class RecordReader:
         return parsed_record
 
     def _check_fields(self, record: Mapping[str, Any], location: str, form: RecordFormat) -> None:
-        """Raise InputError for missing fields, and for unused ones with a meaning that packtrain would ignore."""
+        """Raise InputError for fields that `form` misses, and for unused ones with a meaning that packtrain would
+        ignore."""
         missing_fields = [name for name in form.needed if name not in record]
         if missing_fields:
             raise InputError(
@@ -213,7 +213,7 @@ def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
 
 
 def _turns(record: Mapping[str, Any], name: str, location: str, role: str) -> list[Message]:
-    """Parse a field that has messages, or the text of one message with this role."""
+    """Parse field `name`: a list of messages, or the text of one message with this role."""
     if isinstance(record[name], list):
         return sample_messages.read_messages(record[name], location, name)
     return [new_message(role, record[name], f"{location}: {name}")]

@@ -88,7 +88,7 @@ def _with_progress(
 def _make_vocabulary(
     text: CorpusRecipe, survey_result: documents.TextSurvey, pieces: Iterable[TextPiece]
 ) -> tuple[dict[str, gguf.MetadataValue], str]:
-    """Load or train the vocabulary; returns it with a message about its origin."""
+    """Load or train the vocabulary; returns (tokenizer.* metadata, message about the vocabulary's origin)."""
     if text.vocab is not None:
         model_vocabulary = vocabulary_of(text.vocab)
         return model_vocabulary, f"vocabulary: {_size(model_vocabulary):,} tokens of {text.vocab}"
@@ -120,7 +120,7 @@ def _make_tokenizer(text: CorpusRecipe, vocabulary: dict[str, gguf.MetadataValue
 def _write_files(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer, files: Mapping[str, TokenFile]
 ) -> Counter[str]:
-    """Write the token files; returns the bytes of text in each split."""
+    """Write the token files, by split; returns the bytes of text in each split."""
     split_nbytes: Counter[str] = Counter()
     document_splits: deque[str] = deque()  # splits of the documents that are being encoded
 

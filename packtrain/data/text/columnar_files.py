@@ -1,8 +1,7 @@
 """Rows of files that optional packages read: .parquet, .arrow and .feather by pyarrow, spreadsheets by python-calamine.
 
 A null cell is left out of its record; cells of a spreadsheet become text. python-calamine is 1 MB, has an MIT license,
-and reads .xls and .ods, too.
-"""
+and reads .xls and .ods, too."""
 
 import zipfile
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read
 
 
 def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row's place, and the row as a dict. Raises InputError."""
+    """Yield (place in words, row as a dict) of each row. Raises InputError."""
     if path.suffix == ".gz":
         raise InputError(f"{path} is compressed; unpack it with: gunzip {path}")
     if find_spec("pyarrow") is None:
@@ -80,7 +79,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def sheet_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
-    """Yield the places and texts of the first sheet's non-empty rows. Raises InputError."""
+    """Yield (place in words, cells' texts) of the first sheet's non-empty rows. Raises InputError."""
     path = report.path
     if find_spec("python_calamine") is None:
         raise InputError(

@@ -1,8 +1,7 @@
 """Text files as documents, in a stream of pieces, so that a document may be larger than memory.
 
 A CorpusRecipe names the files and how to split them; TextPieces are for training or validation. This module knows no
-tokens. InputError names file and place of what cannot be read.
-"""
+tokens. InputError names file and place of what cannot be read."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -130,7 +129,7 @@ def has_valid_file(data: Path) -> bool:
 def check_separator(
     separator: str | None, sources: tuple[SourceFile, ...]
 ) -> tuple[SourceFile, ...]:
-    """Return the sources. Raises InputError if none is plain text, which --separator divides."""
+    """Return the sources. Raises InputError for a separator if none is plain text, which --separator divides."""
     if separator is not None and all(suffix_of(source.path) in RECORDS for source in sources):
         raise InputError(f"--separator: {sources[0].path} is no plain text to divide; leave it out")
     return sources
@@ -169,7 +168,7 @@ def read_documents(
     sources: Iterable[SourceFile], separator: str | None, reports: Iterable[ReadingReport],
     keep_separators: bool = False,
 ) -> Iterator[TextPiece]:  # fmt: skip
-    """Yield the pieces of all non-blank documents, each with its source's split; fills a report for each source."""
+    """Yield the pieces of non-blank documents, with their source's split; fills one of `reports` for each source."""
     for source, report in zip(sources, reports, strict=True):
         for piece in _skip_blank(_document_pieces(separator, report, keep_separators)):
             yield replace(piece, split=source.split)
@@ -293,8 +292,8 @@ def survey(pieces: Iterable[TextPiece]) -> TextSurvey:
 def assign_splits(
     pieces: Iterable[TextPiece], survey_result: TextSurvey, val_split: float
 ) -> Iterator[TextPiece]:
-    """Assign pieces to training or validation, which gets every k-th document, or the end of a text with few documents.
-    Without val_split, pieces without a split are for training."""
+    """Assign pieces to training or validation: every k-th document, k = 1 / val_split, or the end of a text with few
+    documents. Without val_split, pieces without a split are for training."""
     interval = round(1 / val_split) if val_split else 0
     if not interval:
         return (replace(piece, split=piece.split or TRAIN) for piece in pieces)
@@ -311,7 +310,7 @@ def _split_by_documents(pieces: Iterable[TextPiece], interval: int) -> Iterator[
 
 
 def _split_by_position(pieces: Iterable[TextPiece], place: int) -> Iterator[TextPiece]:
-    """Assign text before `place` to training, the rest to validation; may cut a document in two."""
+    """Assign text before character number `place` to training, the rest to validation; may cut a document in two."""
     # characters before `pending`; text around the place, until it contains a line end
     num_seen, pending = 0, ""
     for piece in pieces:
@@ -332,7 +331,7 @@ def _split_by_position(pieces: Iterable[TextPiece], place: int) -> Iterator[Text
 
 
 def _line_break(text: str, at: int) -> int:
-    """Return where to cut a text near `at`: after the next line break, else the last one before it, else at `at`."""
+    """Return the index to cut a text near `at`: after the next line break, else the last one before it, else `at`."""
     for cut in (text.find("\n", at) + 1, text.rfind("\n", 0, at) + 1):
         if text[:cut].strip() and text[cut:].strip():
             return cut

@@ -1,7 +1,6 @@
 """Maps names of columns to the fields that packtrain reads: by --columns, or guessed for common pairs.
 
-Capitals do not count. Columns that become one field are joined, a line break between them.
-"""
+Capitals do not count. Columns that become one field are joined, a line break between them."""
 
 import re
 import shlex
@@ -26,7 +25,7 @@ MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # not a 
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Parse `question=prompt,"answer, short"=completion` to fields by column. Raises InputError."""
+    """Parse `question=prompt,"answer, short"=completion` to {column: field}. Raises InputError."""
     fields = {}
     for rule in () if text is None else COLUMN_RULE.findall(f"{text},"):
         name, _, field = (word.strip().lower() for word in rule.rpartition("="))
@@ -48,7 +47,7 @@ def _quote_name(name: str) -> str:
 
 
 def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return fields by lower-case column name: those of --columns, and those guessed for a question and an answer."""
+    """Return {lower-case column: field}: `columns` of --columns, aliases, and guesses for a question and an answer."""
     fields = ALIASES | dict(columns)
     field_names = {fields.get(name, name) for name in names}
     name_pair = next((pair for pair in NAME_PAIRS if field_names.issuperset(pair)), None)
@@ -62,7 +61,7 @@ def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, s
 
 
 def renaming(names: Sequence[str], fields: Mapping[str, str]) -> str:
-    """Describe which columns become which field, `Question → prompt`; empty if all keep their names."""
+    """Describe which of the columns `names` become which field, `Question → prompt`; empty if all keep their names."""
     columns_by_field: dict[str, list[str]] = {}
     for name in names:
         if (lower := name.strip().lower()) in fields:

@@ -1,8 +1,7 @@
 """Findings while reading a file: changed line ends, and bad records.
 
 A bad record is an error, or is skipped and counted with --skip-bad. Line ends become `\\n` in all texts, because a
-model trained on `\\r` writes it.
-"""
+model trained on `\\r` writes it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,7 +77,7 @@ class ReadingReport:
         return messages
 
     def rename_columns(self, value: Any, location: str) -> Any:
-        """Return the record with its columns renamed to fields. Raises InputError."""
+        """Return a record with its columns renamed to fields; `location` names it in errors. Raises InputError."""
         reading_position["place"] = location
         if not isinstance(value, dict):
             return value

@@ -1,7 +1,6 @@
 """Files as streams of JSON values: the lines of a .jsonl, the array of a .json, the rows of a table.
 
-Memory is bounded by the longest record. A bad record goes to the ReadingReport; InputError names file and place.
-"""
+Memory is bounded by the longest record. A bad record goes to the ReadingReport; InputError names file and place."""
 
 import json
 import re
@@ -23,7 +22,7 @@ NON_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
-    """Yield the place and value of each record of the report's file; errors quote `example`, a good record."""
+    """Yield (place in words, value) of each record of the report's file; errors quote `example`, a good record."""
     path = report.path
     suffix = text_streams.suffix_of(path)
     raw_records: Iterator[tuple[str, Any]]

@@ -2,8 +2,7 @@
 
 The delimiter is comma, semicolon or tab, whichever is most frequent in the header; quoted cells may contain line
 breaks. A row with more or fewer cells than the header is a bad record, not a guess: an unquoted comma would silently
-cut an answer. Rows count as in a spreadsheet: the header is row 1, and line breaks in cells do not count.
-"""
+cut an answer. Rows count as in a spreadsheet: the header is row 1, and line breaks in cells do not count."""
 
 import csv
 import re
@@ -26,7 +25,7 @@ DELIMITER_LINE = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # Excel's first 
 
 
 def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each row's place, and the row as a dict; --columns by numbers means no header. Raises InputError."""
+    """Yield (place in words, row as a dict) of each row; --columns by numbers means no header. Raises InputError."""
     rows = sheet_rows(report) if suffix_of(report.path) in SHEET_SUFFIXES else _csv_rows(report)
     location, header = next(rows, ("", []))
     report.header = location
@@ -61,7 +60,7 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place and cells of each non-empty row, the header included."""
+    """Yield (place in words, cells) of each non-empty row, the header included."""
     path = report.path
     lines = _split_lines(path)
     first_line, delimiter, num_skipped, row = "", "", 0, 0
@@ -109,7 +108,7 @@ class CsvLines:
 
     @property
     def error(self) -> tuple[str, str]:
-        """Say what is wrong with a row that csv refuses, and what to do."""
+        """Return (what is wrong with a row that csv refuses, what to do)."""
         if self.has_ended:
             return "a quoted cell begins here and never ends", "its last quote is missing"
         if self.num_characters > MAX_CELL_LENGTH:

@@ -1,7 +1,6 @@
 """Files as streams of bytes and of UTF-8 text in chunks; file formats by suffix.
 
-A file may be compressed as .gz. InputError names file and place, and how to convert it.
-"""
+A file may be compressed as .gz. InputError names file and place, and how to convert it."""
 
 import gzip
 import zlib
@@ -94,7 +93,7 @@ def text_chunks(path: Path) -> Iterator[str]:
 
 
 def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
-    """Advise how to convert a text to UTF-8; Excel and older editors write Windows-1252."""
+    """Return advice on converting a text to UTF-8 from `encoding`; Excel and older editors write Windows-1252."""
     if path.suffix == ".gz":
         return "save it as UTF-8"
     target = path.with_stem(f"{path.stem}-utf8")

@@ -51,7 +51,7 @@ class TokenizedSamples:
         return int(self.weights.sum(dtype=np.int64)) - int(self.weights[self.sample_starts].sum())
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids and weights of one sample."""
+        """Return (ids, loss weights of these ids) of one sample."""
         start = int(self.sample_starts[i])
         end = int(self.sample_starts[i + 1]) if i + 1 < len(self.sample_starts) else self.ids.size
         return self.ids[start:end], self.weights[start:end]

@@ -1,8 +1,7 @@
 """Patterns of words as automata over classes of characters, which match as Python's `re` does.
 
 A pattern consists of characters, classes, groups, `|`, `?`, `+`, `*`, `{a}`, `{a,b}`, and `(?!x)` for one character x.
-The state of an automaton is the list of places in the pattern where a match may go on, the preferred one first.
-"""
+The state of an automaton is the list of places in the pattern where a match may go on, the preferred one first."""
 
 import re
 from collections.abc import Iterable
@@ -99,8 +98,8 @@ def _split(*steps: int) -> PatternInstruction:
 
 
 def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return each pattern's table of steps, [state, class] as kernels.splitting reads it, and each character's class.
-    State 0 is the end, state 1 the beginning."""
+    """Return (a table of steps [state, class] of each pattern, as kernels.splitting reads it; the class of each
+    character of the alphabet). State 0 is the end, state 1 the beginning."""
     step_tables = [_step_table(pattern, alphabet) for pattern in patterns]
     joined = np.vstack(step_tables)
     _, first_columns, column_classes = np.unique(
@@ -112,7 +111,8 @@ def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndar
 
 
 def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
-    """Return a pattern's automaton [state, class]: twice the next state, + 1 if a match ends; a class per character."""
+    """Return a pattern's automaton, i32 [state, class]: twice the next state, + 1 if a match ends before the character.
+    Class 0 is none, class 1 the end, then each character of the alphabet has a class."""
     instructions = PatternCompiler(pattern_text, alphabet).places
     representatives, columns = _group_characters(instructions, alphabet)
     states, rows = dict[tuple[int, ...], int]({(): 0, (0,): 1}), list[list[int]]()
@@ -127,7 +127,7 @@ def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
 
 
 def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[str, list[int]]:
-    """Group characters that no instruction tells apart; returns one of each group, and each character's group."""
+    """Group characters that no instruction tells apart; returns (one of each group, each character's group number)."""
     character_sets = list({instruction.characters for instruction in places})
     columns: dict[tuple[bool, ...], int] = {}
     class_numbers = [
@@ -139,8 +139,8 @@ def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[
 def _advance_state(
     places: list[PatternInstruction], state: tuple[int, ...], character: str | None
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the state, the places in the pattern where a match may go on, after a character (None: the end of the
-    text), and whether a match ends before it."""
+    """Return (next state, whether a match ends before `character`). States are the indices in the pattern, `places`,
+    where a match may go on; a character of None is the end of the text."""
     next_indices: list[int] = []
     seen_indices: set[int] = set()
     pending = list(reversed(state))

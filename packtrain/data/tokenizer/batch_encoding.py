@@ -1,7 +1,6 @@
 """Encodes many texts on several threads: token ids of batches of texts, in the texts' order.
 
-Texts come in pieces, so that a text may be larger than memory. Ids do not depend on the threads.
-"""
+Texts come in pieces, so that a text may be larger than memory. Ids do not depend on the threads."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,8 +23,8 @@ IdChunk = tuple[np.ndarray, bool]
 def encode_all(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], threads: int | None = None
 ) -> Iterator[IdChunk]:
-    """Encode texts on several threads, which come as pieces (text, whether a text ends with it); yields in order (ids
-    i32, whether a text ends with them). Ids are those of `Tokenizer.encode_pieces`."""
+    """Encode texts on several threads. They come as pieces (text, whether it is its text's last); yields in order (ids
+    i32, whether they are their text's last). Ids are those of `Tokenizer.encode_pieces`."""
     num_threads = threads or min(allowed_cpus(), MAX_THREADS)
     encoders = SimpleQueue[CompiledEncoder]()
 

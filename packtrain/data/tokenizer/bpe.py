@@ -1,7 +1,6 @@
 """Byte-pair encoding: splits text into words by a pattern, then merges their parts in the order of the file.
 
-Tokens are spelled in GPT-2's alphabet of bytes, or, in vocabularies like Gemma 4's, in plain characters.
-"""
+Tokens are spelled in GPT-2's alphabet of bytes, or, in vocabularies like Gemma 4's, in plain characters."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -103,7 +102,8 @@ class BytePairEncoding(Encoding):
         return [i for part in parts for i in self._part_ids(part, rule)] if id is None else [id]
 
     def _part_ids(self, part: bytes, rule: SplitRule) -> Sequence[int]:
-        """Return the ids of a merged part; a part without a token becomes bytes, or nothing, as in llama.cpp."""
+        """Return a merged part's ids: its token, or its bytes' tokens, or, by a byte-level rule, none, as in
+        llama.cpp."""
         id = self.table.index.get(part)
         if id is not None:
             return (id,)

@@ -1,8 +1,7 @@
 """The compiled tokenizer: a vocabulary's tables for the kernels, and encoders, each of which encodes on one thread.
 
 Ids are those of the encodings' own code, which is the specification and serves short texts, for which loading compiled
-code would take longer.
-"""
+code would take longer."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ def _table_capacity(num_entries: int) -> int:
 
 
 def _join_strings(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of all strings, and where each begins; at last their end."""
+    """Return (the bytes of all strings, u8; where each begins, and at last their end)."""
     starts = np.cumsum([0, *map(len, strings)], dtype=np.int32)
     return np.frombuffer(b"".join(strings), np.uint8), starts
 
@@ -76,7 +75,8 @@ class NameFinder:
 def pair_table(
     merges: Iterable[bytes], index: Mapping[bytes, int]
 ) -> tuple[np.ndarray, dict[bytes, int]]:
-    """Return merges as kernels.tokens reads them, a hash table by both parts' ids; and ids of parts without a token."""
+    """Return (merges as kernels.tokens reads them, a hash table by both parts' ids; ids of parts without a token).
+    `index`: the tokens' ids."""
     extra_ids: dict[bytes, int] = {}
 
     def part_id(part: bytes) -> int:
@@ -101,7 +101,7 @@ def split_merge(merge: bytes) -> tuple[bytes, bytes]:
 
 
 def join_table(joins: Iterable[str]) -> np.ndarray:
-    """Build a hash table of the pairs of characters that stand side by side in some token."""
+    """Build a hash table of `joins`, pairs of characters that stand side by side in some token."""
     pair_codes = np.array([ord(pair[0]) << 21 | ord(pair[1]) for pair in joins], np.int64)
     hash_table = np.full(_table_capacity(len(pair_codes)), NONE, np.int64)
     KERNELS.splitting.fill_joins(pair_codes, hash_table)
@@ -125,7 +125,8 @@ class PatternSplitter:
         self._classes = classes
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
-        """Split texts or words, which end at `word_ends`, at the patterns' matches; returns ends and their number."""
+        """Split texts or words, which end at `word_ends` in `raw`, at patterns' matches; returns (ends, their
+        number)."""
         kernel_module, symbols, at = KERNELS.splitting, np.empty(len(raw), np.uint8), 0
         while (at := kernel_module.classify(raw, at, self._class_numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
@@ -144,7 +145,8 @@ class PatternSplitter:
 def _digit_runs(
     digit_groups: DigitGroups, alphabet: str, numbers: np.ndarray
 ) -> tuple[np.ndarray, bool]:
-    """Return what kernels.splitting.threes takes: which classes are in runs, and whether runs are cut after groups."""
+    """Return what kernels.splitting.threes takes, (u8 (256,): 1 for classes in runs of digits; whether runs are cut
+    after groups), from `alphabet`, a character of each class, and their class `numbers`."""
     char_class = re.compile(digit_groups.of, re.ASCII)
     is_inside = np.zeros(256, np.uint8)
     is_inside[[n for c, n in zip(alphabet, numbers, strict=True) if char_class.match(c)]] = 1
@@ -195,7 +197,7 @@ class CompiledEncoder:
         self._cached_ids = np.zeros((CACHED_WORDS, 2 + CACHED_WORD_IDS), np.int32)
 
     def encode(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the ids (i32) of all texts in sequence, and the end of each text's; None if a text has no ids."""
+        """Return (ids (i32) of all texts in sequence, the end of each text's ids); None if a text has no ids."""
         t, raw = self._tables, np.frombuffer(b"".join(texts), np.uint8)
         parts = np.cumsum([*map(len, texts)], dtype=np.int64)
         word_ends, count = t.splitter.split(raw, parts.astype(np.int32))

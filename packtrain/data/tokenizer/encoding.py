@@ -1,7 +1,6 @@
 """The base of all kinds of vocabulary: encodes texts without special tokens word by word, and caches words.
 
-BPE and SentencePiece vocabularies share the loop that merges parts of a word, with different costs.
-"""
+BPE and SentencePiece vocabularies share the loop that merges parts of a word, with different costs."""
 
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
@@ -66,7 +65,7 @@ class Encoding:
         raise NotImplementedError
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether a text cut at text[at] has the same ids in two parts, whatever surrounds the text."""
+        """Whether a text cut before text[at] has the same ids in two parts, whatever surrounds the text."""
         return False
 
     def piece(self, token: bytes) -> bytes:
@@ -75,7 +74,7 @@ class Encoding:
 
 
 def merge_parts(symbols: list[bytes], cost: Callable[[bytes, bytes], float | None]) -> list[bytes]:
-    """Join adjacent parts, the cheapest pair first (leftmost on a tie), until no pair has a cost."""
+    """Join adjacent parts, the least cost(left, right) first (leftmost on a tie), until no pair has a cost."""
     symbols, num_parts = symbols.copy(), len(symbols)
     previous, following = list(range(-1, num_parts - 1)), list(range(1, num_parts + 1))
     heap = [

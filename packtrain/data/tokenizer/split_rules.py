@@ -110,7 +110,8 @@ _CASED = (
 
 
 def _cased(upper: str, lower: str, suffix: str, digits: str) -> str:
-    """Return a pattern whose words end where upper case follows lower case; `suffix` may follow a word."""
+    """Return a pattern whose words end where upper case follows lower case; `suffix` may follow a word. All are
+    patterns."""
     return _CASED % (upper, lower, suffix, upper, lower, suffix, digits)
 
 

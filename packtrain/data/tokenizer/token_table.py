@@ -1,7 +1,6 @@
 """The tokens of a file: their texts and types, the special tokens, and the tokens that end generation.
 
-Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the key. Encodings only read it.
-"""
+Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the key. Encodings only read it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -109,7 +108,7 @@ class TokenTable:
 
     @cached_property
     def _inside(self) -> set[str]:
-        """Return pairs of adjacent characters within user-defined tokens."""
+        """Return the pairs of adjacent characters within user-defined tokens, where a text must not be cut."""
         user_defined = (text for text, id in self.specials if self.token_types[id] == USER_DEFINED)
         return {a + b for text in user_defined for a, b in pairwise(text)}
 

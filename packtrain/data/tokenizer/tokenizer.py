@@ -101,7 +101,7 @@ class Tokenizer:
             yield self._encode_parts(text_parts)
 
     def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[TextParts, bool]]:
-        """Regroup pieces (text, whether a text ends with it) so that each result can be encoded on its own."""
+        """Regroup pieces (text, whether a text ends with it) to (parts, likewise) that can be encoded on their own."""
         buffer, prefix = "", self.add_space_prefix
         for piece, is_last in pieces:
             old_length, buffer = len(buffer), buffer + _check_text(piece)
@@ -137,12 +137,13 @@ class Tokenizer:
         ]
 
     def _find_cut(self, text: str, min_position: int) -> int:
-        """Return the last place from `min_position` on where the text can be cut without changing ids, or 0."""
+        """Return the last index from `min_position` on at which the text can be cut without changing ids, or 0."""
         positions = range(len(text) - 1, max(min_position, 1) - 1, -1)
         return next((at for at in positions if self._encoding.can_cut(text, at)), 0)
 
     def _split_parts(self, text: str, special: bool, prefix: bool) -> tuple[TextParts, bool]:
-        """Split a text at special tokens, after a space if `prefix`; also whether following text gets a space."""
+        """Split a text at special tokens, after a space if `prefix`; returns (parts, whether next text gets a
+        space)."""
         self._characters_until_compiled -= len(text)
         text_parts: TextParts = []
         for part in self._split_specials(text, self._find_specials(text, special)):
@@ -186,7 +187,7 @@ class Tokenizer:
         return (ids_and_ends[0][s:end] for s, end in pairwise([0, *ids_and_ends[1].tolist()]))
 
     def _boundary_ids(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
-        """Return the BOS and EOS ids to add around the ids of a text; None: as the file says."""
+        """Return ([BOS id] or [], [EOS id] or []) to put before and after the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for is_requested, id, name in (
             (bos, self.bos, "bos"), (eos, self.end_id, "seperator" if self._encoding.separated else "eos"),
@@ -202,7 +203,8 @@ class Tokenizer:
         )
 
     def _find_specials(self, text: str, special: bool) -> list[tuple[str, int]]:
-        """Return the special tokens that may occur in a text, the longest first."""
+        """Return (text, id) of special tokens that may occur in a text, the longest first; `special`: also control
+        ones."""
         candidates = self._token_table.specials if special else self._user_defined
         if self._characters_until_compiled > 0 or not candidates:
             return candidates

@@ -121,7 +121,7 @@ class CharacterMap:
         self._replacement_texts = raw[4 + trie_nbytes :]
 
     def find_longest(self, raw: bytes, offset: int) -> tuple[int, bytes] | None:
-        """Return how many bytes at `offset` are replaced, and by what; None if nothing is."""
+        """Return (how many bytes at `offset` are replaced, their replacement); None if nothing is."""
         longest_match = None
         node = self._child_base(0) if self._nodes else 0
         for n in range(offset, len(raw) if self._nodes else offset):
@@ -159,7 +159,7 @@ def _prefixes_of(tokens: Iterable[bytes]) -> set[bytes]:
 
 
 def _prefix_length(raw: bytes, offset: int, prefixes: set[bytes]) -> int:
-    """Return how many bytes from `offset` on are a prefix of a known token, as in llama.cpp, complete or not."""
+    """Return how many bytes from `offset` on are a prefix of a known token, in `prefixes`, complete or not."""
     length = 0
     while offset + length < len(raw) and raw[offset : offset + length + 1] in prefixes:
         length += 1

@@ -1,8 +1,7 @@
 """Pre-tokenization: splits text into words before merging, by the patterns of a rule.
 
 Python's `re` has no \\p{L}: each non-ASCII character is replaced by one that stands for its class, for the patterns.
-llama.cpp does the same (src/unicode.cpp), so that ids agree with it even where it differs from the original.
-"""
+llama.cpp does the same (src/unicode.cpp), so that ids agree with it even where it differs from the original."""
 
 import re
 import unicodedata
@@ -167,7 +166,8 @@ def _split_step(pattern: str | DigitGroups) -> Callable[[str], list[str]]:
 
 
 def _cuts(run: re.Match[str], cut_after: bool) -> Iterator[int]:
-    """Yield the places where a run of digits is cut; see DigitGroups."""
+    """Yield the indices at which a run of digits is cut, in threes from its right; `cut_after`: after each, else
+    before."""
     start, end = run.span()
     first_cut = start + (end - start) % 3
     if cut_after:

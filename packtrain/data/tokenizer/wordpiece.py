@@ -1,7 +1,6 @@
 """WordPiece vocabularies (BERT): words are normalized, then the longest tokens are taken from the left.
 
-A token that begins a word begins with U+2581, as llama.cpp's converter writes it.
-"""
+A token that begins a word begins with U+2581, as llama.cpp's converter writes it."""
 
 import unicodedata
 from collections.abc import Mapping

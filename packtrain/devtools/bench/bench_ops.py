@@ -128,7 +128,7 @@ class CallTimer:
 def measure_ops(
     training: TrainingBench, rates: MachineRates, rounds: int, clock: Clock = CLOCK
 ) -> tuple[BenchTable, float]:
-    """Time `rounds` training steps; returns the table of their ops, and the median seconds of a step."""
+    """Time `rounds` training steps; returns (the table of their ops, the median seconds of a step)."""
     training.step()  # loads kernels and pages
     timer = CallTimer(training.run, clock)
     step_seconds = statistics.median(time_call(training.step, clock) for _ in range(rounds))

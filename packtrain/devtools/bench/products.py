@@ -71,7 +71,7 @@ def make_products(shapes: Shapes, forms: Sequence[str] = PRODUCT_FORMS) -> list[
 def product_graph(
     product: MatrixProduct, dtype: Dtype = f32
 ) -> tuple[Tensor, dict[str, tuple[int, int]]]:
-    """Return the tensor that computes the product, and the shapes of its f32 inputs; the matrix is the weight `w`."""
+    """Return (the tensor that computes the product, shapes of its f32 inputs by name); the matrix is the weight `w`."""
     m, n, k = product.m, product.n, product.k
     x, dy, w = input("x", (m, k)), input("dy", (m, n)), weight("w", (n, k), dtype)
     if product.form == FORWARD:
@@ -83,7 +83,7 @@ def product_graph(
 
 
 def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callable[[], None]:
-    """Return the kernel call of a product, bound to random values; `w` is its matrix, packed or f32."""
+    """Return a function that runs a product's kernel on random values; `w`: its matrix, packed or f32, or None."""
     random = np.random.default_rng(0)
     if w is None:
         w = random.standard_normal((product.n, product.k), np.float32)
@@ -97,7 +97,7 @@ def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callabl
 
 
 def f32_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> BenchTable:
-    """Time our products with f32 weights in every form."""
+    """Time our products with f32 weights in every form; count(number, total) is called before each product."""
     timed_products = make_products(shapes)
     for i, timed in enumerate(timed_products):
         count(i + 1, len(timed_products))
@@ -115,7 +115,7 @@ def ratio_summary(ratios: Sequence[float], peer_name: str) -> str:
 
 
 def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> BenchTable:
-    """Time our products with packed weights beside f32 weights of equal values, forward and back."""
+    """Time our products with packed weights beside f32 weights of equal values, forward and back, as in f32_table."""
     cases = [(timed, name) for name in TYPES for timed in make_products(shapes, (FORWARD, BACK))]
     rows = list[list[CellValue]]()
     for i, (timed, name) in enumerate(cases):

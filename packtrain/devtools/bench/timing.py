@@ -34,7 +34,7 @@ def burst_seconds(task: Callable[[], object], clock: Clock = CLOCK) -> float:
 
 
 def paired(ours: Sequence[float], peer_seconds: Sequence[float]) -> float:
-    """Return how many times as fast ours is: the median over rounds of the peer's seconds over ours."""
+    """Return how many times as fast ours is: the median over rounds of the peer's seconds / ours in the same round."""
     return statistics.median(b / a for a, b in zip(ours, peer_seconds, strict=True))
 
 

@@ -82,7 +82,8 @@ def of_base(
     path: Path, num_rows: int = 1, time: int = FILE_CONTEXT, precision: str = "f32", memory: int | None = None,
     device: str = "cpu",
 ) -> TrainingBench:  # fmt: skip
-    """Prepare a step of `packtrain finetune` with its default adapters in `memory` bytes. Raises InputError."""
+    """Prepare a step of `packtrain finetune` of model `path`, default adapters, in `memory` bytes. Raises
+    InputError."""
     settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
@@ -99,7 +100,8 @@ def _prepare(
     name: str, shape: StepShape, target: Target, memory: int | None,
     shared: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> TrainingBench:  # fmt: skip
-    """Plan a step of this shape in `memory` bytes, and make its engine, without initial weights, and its batches."""
+    """Plan a step of this shape in `memory` bytes, and make its engine, without initial weights, and its batches;
+    `shared`: frozen weights by name, mapped from a file."""
     update, num_rows = AdamW(lr=LR), shape.micro_batch_size
     packed_types = packed_weight_types(shape)
     speed = measure_rates_in_children(False, lambda _: None, packed_types, target=target)

@@ -41,7 +41,7 @@ def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
 
 
 def error_limit(actual: np.ndarray) -> float:
-    """Return the largest `max_difference` allowed for results of this element type."""
+    """Return the largest `max_difference` allowed for results of the element type of `actual`."""
     name = "rounded otherwise" if actual.dtype == bf16.numpy else actual.dtype.name
     return TOLERANCE.get(name, 0.0)
 
@@ -168,7 +168,7 @@ def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Itera
 def _unpack_variant(
     variant: op_samples.TypedSample, seed: int
 ) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the graph of a typed sample, values of its leaves, and these values with the packed operand unpacked."""
+    """Return (graph, leaf values, leaf values with the packed operand as floats) of a typed sample."""
     graph = graph_of(variant.call.results)
     leaf_values = random_values(graph, seed)
     packed_array = leaf_values[variant.packed_name]
@@ -182,7 +182,8 @@ def as_floats(packed: np.ndarray) -> np.ndarray:
 def _compared(
     name: str, dtype: str, backend: Backend, case: str, graph: Graph, leaf_values: Values, expected: Values,
 ) -> CheckResult:  # fmt: skip
-    """Run a graph on a backend and compare the results with `expected`."""
+    """Run a graph on a backend and compare results with `expected`; `name` (the op), `dtype`, `case` label the
+    result."""
     actual = run_graph(graph, leaf_values, (backend,))
     pairs = [(max_difference(actual[n], expected[n]), error_limit(actual[n])) for n in actual]
     error, allowed = max(pairs, key=lambda pair: pair[0] - pair[1])
@@ -248,7 +249,8 @@ WEIGHTINGS = (dense, reversed_axes, lambda y: y)
 def gradients(
     y: Tensor, weighted: Weighting, wrt: Sequence[Tensor] | None = None
 ) -> tuple[Graph, list[Tensor]]:
-    """Return a graph of `loss`, the sum of weighted(y), and `d/<label>` of `wrt` (default: f32 leaves); and `wrt`."""
+    """Return (graph of `loss` = sum of weighted(y), and its gradients `d/<label>`; wrt), `wrt` by default y's f32
+    leaves."""
     if wrt is None:
         wrt = [leaf for leaf in op_samples.input_leaves(Graph([y])) if leaf.dtype == f32]
     loss = ops.sum(weighted(y))
@@ -257,7 +259,7 @@ def gradients(
 
 
 def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
-    """Return how far the gradients are from central differences in a random direction, in float64."""
+    """Return how far y's gradients are from central differences in a random direction, by slope_deviation."""
     graph, leaves = gradients(y, weighted)
     grads = interpret(graph, leaf_values)
     rng = np.random.default_rng(11)
@@ -275,7 +277,7 @@ def slope_deviation(measured: float, terms: Values) -> float:
 
 
 def slope(graph: Graph, leaf_values: Values, directions: Values) -> float:
-    """Return how fast the graph's `loss` changes along `directions`: central differences of fourth order."""
+    """Return the derivative of the graph's `loss` along `directions`, arrays by leaf, by central differences."""
 
     def loss(step: float) -> float:
         moved_values = {

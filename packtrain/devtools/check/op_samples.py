@@ -36,7 +36,7 @@ def leaf_value(leaf: Tensor, seed: int = 0, scale: float = 1.0) -> np.ndarray:
 
 
 def store_values(values: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """Convert values to an element type; types that cannot be written get random blocks."""
+    """Convert f32 values to an element type; types that packtrain cannot write get random blocks instead."""
     if dtype == f16:
         return values.astype(np.float16)
     if dtype in WRITABLE:
@@ -66,7 +66,7 @@ def graph_of(results: Sequence[Tensor]) -> Graph:
 
 
 def rewrite_call(call: Call, new_leaf: Callable[[Tensor], Tensor]) -> Call:
-    """Copy a call and its inputs, with new_leaf(leaf) in place of each leaf."""
+    """Return a copy of a call and of the calls that make its inputs, with new_leaf(leaf) in place of each leaf."""
     rewritten_tensors: dict[Tensor, Tensor] = {}
 
     def rewrite_tensor(t: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def constant_values(call: Call) -> dict[str, np.ndarray]:
 
 
 def differentiable_samples(name: str) -> list[tuple[Call, Values]]:
-    """Return samples whose inputs are all f32 and whose result is not rounded, with float64 values."""
+    """Return samples whose inputs are all f32 and whose result is not rounded, with float64 values by input's name."""
     samples_with_values: list[tuple[Call, Values]] = []
     for original in samples_of_op(name):
         call = rewrite_call(original, free_constant)

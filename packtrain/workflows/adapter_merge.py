@@ -106,8 +106,9 @@ def _write_calibrated(
     settings: MergeSettings, merge_job: Merging, name: str, done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
 ) -> None:  # fmt: skip
-    """Write the merged file, with matrices rounded by what they compute on data, or as an adapter of `--aware` was
-    trained for them to be. Raises DoesNotFit if a limit is too small."""
+    """Write the merged file, `name` in its metadata, with matrices rounded by what they compute on data, or as an
+    adapter of `--aware` was trained for them to be; calls `done` as write_file does. Raises DoesNotFit if a limit is
+    too small."""
     limited: AbstractContextManager[ReadingPlan | None]
     limited = pages_within(settings.resident, lambda: 0, PASSING_NBYTES)
     if merge_job.aware is not None:

@@ -80,7 +80,8 @@ def read_answers(folder: Path) -> tuple[CheckedAnswer, ...]:
 
 
 def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
-    """Answer held-out questions, report the answers and save them in the run folder; a stop ends only the check."""
+    """Answer held-out questions in `budget` private bytes, report answers and save them in the run folder; a stop ends
+    only the check."""
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     (settings.folder / ANSWERS_FILE).unlink(missing_ok=True)
     questions = held_out_questions(job, settings.check_answers)
@@ -117,7 +118,7 @@ def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
 
 
 def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
-    """Return whether the budget leaves memory to load a vocabulary, which answering needs; report if not."""
+    """Return whether `budget` (bytes) leaves memory to load a vocabulary, which answering needs; report if not."""
     release_memory()
     if budget is None or budget - private_nbytes() >= TOKEN_NBYTES * job.config.vocab_size:
         return True
@@ -126,7 +127,7 @@ def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
 
 
 def held_out_questions(job: TrainingJob, num_questions: int) -> list[tuple[list[int], list[int]]]:
-    """Return token ids of up to `num_questions` validation questions and their answers, short answers first."""
+    """Return (prompt's ids, reference's ids) of up to `num_questions` validation questions, short answers first."""
     questions = dict[tuple[int, ...], list[int]]()
     valid_batches = job.valid
     if (
@@ -162,7 +163,8 @@ def _generate_replies(
     job: TrainingJob, model: ModelFile, prompts: Sequence[Sequence[int]], budget: int | None,
     stopped: Callable[[], bool],
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield the answer to each prompt, and why it ended. Raises DoesNotFit, InputError, and Interrupted on a stop."""
+    """Yield (answer, reason why it ended) for each prompt's ids, with a KV cache within `budget` private bytes. Raises
+    DoesNotFit, InputError, and Interrupted on a stop."""
     target, tokenizer = job.settings.target, model.tokenizer()
     num_cells = min(max(map(len, prompts)) + MAX_TOKENS, model.config.context_length)
     check_cache(model, num_cells, "f16")
@@ -181,7 +183,7 @@ def _generate_replies(
 
 
 def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the user's last message of each prompt, without the chat template's text around it."""
+    """Return the user's last message in each prompt (token ids), without the chat template's text around it."""
     tokenizer, metadata = subject.model.tokenizer(), subject.model.gguf.metadata
     prompt_texts = [tokenizer.decode(prompt, special=True) for prompt in prompts]
     turns = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]

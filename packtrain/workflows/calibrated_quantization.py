@@ -38,7 +38,8 @@ def write(
     settings: QuantizeSettings, tensor_types: Mapping[str, Dtype], values: Mapping[str, MetadataValue],
     tensors: Mapping[str, DeferredTensor], events: Events,
 ) -> None:  # fmt: skip
-    """Write the quantized file, the blocks' matrices rounded with data. Raises InputError; DoesNotFit by --memory."""
+    """Write the quantized file, the blocks' matrices rounded with data; `values`: its metadata, `tensors`: values to
+    store. Raises InputError; DoesNotFit by --memory."""
     assert settings.calibrate is not None
     model = open_model(settings.model)
     tensor_entries = model.gguf.entries

@@ -29,10 +29,8 @@ SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 def calibration(
     settings: Any, model: ModelFile, events: Events, max_row_tokens: int = CONTEXT
 ) -> SampleBatches:
-    """Return the data of --calibrate, or of --data, in rows that are the same in each run. Raises InputError.
-
-    settings  of a command, with --memory and --columns
-    """
+    """Return the data of --calibrate, or of --data, in rows that are the same in each run; `settings` are of a command
+    with --memory and --columns. Raises InputError."""
     name = "calibrate" if hasattr(settings, "calibrate") else "data"
     data = require_existing(getattr(settings, name), flag(name))
     memory = settings.memory or getattr(settings, "resident", None)
@@ -45,7 +43,7 @@ def calibration(
 
 
 def enough(data: Path, rows: SampleBatches) -> SampleBatches:
-    """Return the rows; raises InputError if they have fewer tokens than quantizing by them needs."""
+    """Return `rows`, read from `data`. Raises InputError if they have fewer tokens than quantizing by them needs."""
     num_tokens = int((rows.samples.lengths - 1).sum())
     if num_tokens < MIN_TOKENS:
         fact = f"{data} has {num_tokens:,} tokens, too few to say what a model is for"
@@ -54,8 +52,8 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
 
 
 def compile_kernels(memory: str | None) -> None:
-    """With --memory, compile missing kernels within the limit: this process is still small, so that a refusal names
-    what is enough for all that follows. Raises DoesNotFit."""
+    """With --memory (`memory`), compile missing kernels within the limit: this process is still small, so that a
+    refusal names what is enough for all that follows. Raises DoesNotFit."""
     if memory is not None:
         limit = parse_size(memory, "--memory")
         kernels.prepare(kernel_cache.kernel_modules(), limit, private_nbytes())
@@ -72,10 +70,8 @@ Reading = TypeVar("Reading", bound=_SizedReading)
 def fitting_reading(
     memory: str | None, readings: Iterable[Reading], work: str, flag_name: str = "--memory"
 ) -> Reading:
-    """Return the first plan of reading data in parts that fits --memory. Raises DoesNotFit, naming what would do.
-
-    work  what is done with the data, in words
-    """
+    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits --memory. Raises
+    DoesNotFit, naming what would do to `work` (a verb with its object), with flag `flag_name`."""
     release_memory()
     used_nbytes, needed_nbytes = private_nbytes(), 0
     for reading in readings:
@@ -90,7 +86,8 @@ def fitting_reading(
 def limited_reading(
     settings: Any, readings: Iterable[ReadingPlan], work: str
 ) -> Iterator[ReadingPlan]:
-    """Yield the first reading plan that fits --memory, or --resident, by which pages are limited. Raises DoesNotFit."""
+    """Yield the first of `readings` that fits --memory, or --resident, by which pages are limited, see
+    fitting_reading."""
     if settings.resident is None:
         yield fitting_reading(settings.memory, readings, work)
         return

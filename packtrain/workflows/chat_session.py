@@ -1,7 +1,6 @@
 """Chat with a model.
 
-The file's chat template renders the conversation each time; only the new tokens go through the model.
-"""
+The file's chat template renders the conversation each time; only the new tokens go through the model."""
 
 from dataclasses import dataclass
 

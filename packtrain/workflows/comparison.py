@@ -139,7 +139,7 @@ class ComparedModel:
 
     @property
     def words(self) -> float:
-        """Mean words of an answer."""
+        """Mean number of words of an answer."""
         return sum(len(answer.split()) for answer in self.answers) / len(self.answers)
 
 
@@ -217,7 +217,8 @@ def _judge_scores(
     settings: CompareSettings, judge_command: Sequence[str] | None, questions: Sequence[Question],
     answers_by_model: Sequence[Sequence[str]],
 ) -> list[list[float]]:  # fmt: skip
-    """Return the judge's score of each answer by model, from one call of the judge. Raises InputError."""
+    """Return the judge's scores, a list for each model with a score for each question, from one call of the judge;
+    empty lists without a judge. Raises InputError."""
     if judge_command is None:
         return [[] for _ in answers_by_model]
     rows = [
@@ -230,13 +231,13 @@ def _judge_scores(
 
 
 def final_answer(pattern: re.Pattern[str], answer: str) -> str:
-    """Return the last match or else the whole answer, without spaces, commas, $ and a last full stop."""
+    """Return the answer's last match of `pattern`, else all of it, without spaces, commas, $ and a last full stop."""
     matches = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
     return IGNORED_CHARS.sub("", (matches[-1] if matches else answer).strip().casefold())
 
 
 def _is_right(final: str, reference: str, calls: ToolCallScore | None) -> bool:
-    """Return whether an answer is right: it makes the data's calls, or no call and has the final answer."""
+    """Return whether an answer is right: it makes the data's calls, or no call and has `reference` as final answer."""
     if calls is not None and (calls.is_expected or not calls.has_arguments):
         return calls.has_arguments
     return final == reference
@@ -245,7 +246,8 @@ def _is_right(final: str, reference: str, calls: ToolCallScore | None) -> bool:
 def _win_signs(
     win_rule: str, base_model: ComparedModel, answers: Sequence[str], is_right: Sequence[bool]
 ) -> list[int]:
-    """Return 1 where the answer wins against the first model's, -1 where it loses, else 0."""
+    """Return for each answer 1 if it wins by `win_rule` against the first model's, -1 if it loses, else 0. Rules: be
+    right (MATCH), be shorter, be longer."""
     if win_rule == MATCH:
         return [int(a) - int(b) for a, b in zip(is_right, base_model.right, strict=True)]
     length_signs = [
@@ -290,7 +292,7 @@ def _make_questions(data_record: Conversation | AnswerPair | PlainText) -> list[
 
 
 def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events: Events) -> None:
-    """Report how many questions are too long for a model. Raises InputError if all are."""
+    """Report how many questions (False in `has_room`) are too long for a model. Raises InputError if all are."""
     count = has_room.count(False)
     if count == len(has_room):
         raise InputError(

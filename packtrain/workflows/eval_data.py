@@ -150,7 +150,7 @@ class ReadingRows(NamedTuple):
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
-    """Return the file or folder to measure, and which split of it, made as in finetune; "": all. Raises InputError."""
+    """Return (file or folder to measure, split to take of it as finetune splits; "": all). Raises InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:
@@ -177,7 +177,8 @@ class EvalDataLoader:
     report: ReportFunction
 
     def load(self, max_context: int) -> EvalData:
-        """Return the windows of a text, or else samples or questions. Raises InputError."""
+        """Return the windows of a text, else samples or questions; `max_context` bounds rows without --ctx. Raises
+        InputError."""
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)
@@ -203,7 +204,8 @@ class EvalDataLoader:
         return self.settings.separator and unescape(self.settings.separator)
 
     def _windows(self, path: Path, ids: np.ndarray, bos_id: int | None, length: int) -> EvalData:
-        """Return a text in windows, cut and scored as llama-perplexity does."""
+        """Return text `ids` of a file in windows of `length` tokens, cut and scored as llama-perplexity does; a
+        `bos_id` replaces each window's first token."""
         if len(ids) < 3:
             raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
         if len(ids) < length:
@@ -222,7 +224,7 @@ class EvalDataLoader:
         return EvalData(batches, ids, description)
 
     def _questions(self, path: Path, length: int) -> EvalData:
-        """Return questions with choices, each choice as a row. Raises InputError."""
+        """Return questions with choices, each choice as a row of up to `length` tokens. Raises InputError."""
         check_context(self.model.config, length, self.report)
         options = self.settings.skip_bad, self.settings.columns, self.report
         questions = multiple_choice.read_questions(path, self.model.tokenizer(), length, *options)
@@ -233,7 +235,7 @@ class EvalDataLoader:
         return EvalData(batches, samples.ids, description, questions)
 
     def _samples(self, path: Path, part: str, length: int) -> EvalData:
-        """Return documents or conversations in rows, as finetune's validation reads them."""
+        """Return documents or conversations (`part`: a split, "": all) in rows, as finetune's validation reads them."""
         settings = self.settings
         recipe = DatasetRecipe(
             path, self.model.gguf.path, length, everything=settings.all_positions, separator=self._separator,
@@ -258,7 +260,8 @@ class EvalDataLoader:
         return EvalData(batches, samples.ids, description)
 
     def _rows(self, row_tokens: int, windows: int, skipped: int = 0) -> int:
-        """Return how many rows are read at a time: --batch-size, or fewer within --memory. Raises DoesNotFit."""
+        """Return how many rows are read at a time, up to `windows`, all rows: --batch-size, or fewer by --memory. A row
+        has `row_tokens`, the first `skipped` without a score, and so without logits. Raises DoesNotFit."""
         settings = self.settings
         rows = max(min(settings.batch_size or BATCH_TOKENS // row_tokens, windows), 1)
         if settings.memory is None:

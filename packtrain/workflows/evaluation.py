@@ -107,7 +107,8 @@ def _divergences(
     settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], datasets: Mapping[Path, EvalData],
     device: Target, events: Events,
 ) -> dict[str, Divergence]:  # fmt: skip
-    """Return how far each model's predictions are from --kl-base's; {} without it. Raises InputError, Interrupted."""
+    """Return {model's name: how far its predictions are from --kl-base's} on the model's dataset; {} without --kl-base.
+    Raises InputError, Interrupted."""
     base_path, cache_type = settings.kl_base, settings.cache_type or "f32"
     if base_path is None:
         return {}
@@ -139,7 +140,7 @@ def _save_logits(
 
 
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
-    """Open the models to measure; returns them with their printed names."""
+    """Open the models to measure; returns (printed name, model) pairs."""
     (base_path, base_model), *other_models = [
         (str(path), configured(open_model(path), settings, report)) for path in settings.model
     ]
@@ -169,7 +170,8 @@ def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device
 def _measured(
     model_name: str, loss_function: Losses, data: EvalData, is_multiple: bool, events: Events
 ) -> np.ndarray:
-    """Return the losses (N,) f32 of all scored tokens, and report progress. Raises InputError, Interrupted."""
+    """Return the losses (N,) f32 of all scored tokens, and report progress; `is_multiple`: with the name, as one of
+    several models. Raises InputError, Interrupted."""
     batches = data.batches
     batch_losses, loss_sum, count, start_time = list[np.ndarray](), 0.0, 0, time.monotonic()
     data_label = f"{plural(batches.windows, 'window')}{f' of {model_name}' if is_multiple else ''}"

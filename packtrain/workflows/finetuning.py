@@ -36,7 +36,7 @@ def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
 
 
 def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -> PlannedRun:
-    """Plan a run, see `plan_run`, and its merge; runs: whether it will be executed. Raises InputError."""
+    """Plan a run, see `plan_run`, and its merge; `runs`: whether the run will be executed. Raises InputError."""
     run_plan = plan_run("finetune", settings, build_job, report, runs)
     if run_plan.refusal is not None:
         return run_plan

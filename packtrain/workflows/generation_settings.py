@@ -237,7 +237,8 @@ def generate_reply(reply: Reply, seed: int, events: Events) -> GeneratedText:
 
 
 def cells(settings: GenerationSettings, config: Config, num_tokens: int, events: Events) -> int:
-    """Return the context length: --ctx, else `num_tokens` up to the model's own. Raises InputError."""
+    """Return the context length: --ctx, else `num_tokens` (what texts need) up to the model's own. Raises
+    InputError."""
     context_size = settings.ctx or max(min(config.context_length, num_tokens), 1)
     check_context(config, context_size, events.message)
     return context_size
@@ -246,7 +247,8 @@ def cells(settings: GenerationSettings, config: Config, num_tokens: int, events:
 def make_drafters(
     settings: DecodingOptions, model: ModelFile, num_cells: int, num_texts: int = 1
 ) -> list[Drafter]:
-    """Create the drafters that guess tokens, one for each text; none by default. Raises InputError, DoesNotFit."""
+    """Create the drafters that guess tokens, one for each of `num_texts` texts, with contexts of `num_cells` tokens in
+    all; none by default. Raises InputError, DoesNotFit."""
     if settings.draft_lookup:
         return [NgramDrafter() for _ in range(num_texts)]
     if settings.model_draft is None:
@@ -273,7 +275,7 @@ def drafter_nbytes(settings: DecodingOptions, num_cells: int, num_texts: int) ->
 
 
 def cache_dtype(config: Config, type: str) -> Dtype:
-    """Return the element type of a KV cache. Raises InputError if heads do not fit its blocks."""
+    """Return the KV cache's element type called `type`. Raises InputError if heads do not fit its blocks."""
     dtype = DTYPES[type]
     head_widths = (config.cached_heads(i)[1] for i in range(config.block_count))
     unaligned_width = next((width for width in head_widths if width % dtype.block), 0)
@@ -284,7 +286,8 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 
 
 def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
-    """Raise DoesNotFit for a KV cache that exceeds this machine, InputError for its type; prepares its kernels."""
+    """Raise DoesNotFit for a cache of `num_cells` tokens that exceeds this machine, InputError for its type; loads
+    kernels."""
     c, available_nbytes, dtype = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
     each = (heads * dtype.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))
@@ -303,6 +306,7 @@ def load_generator(
 ) -> Generator:  # fmt: skip
     """Create a generator with the model's weights, and load its kernels. Raises DoesNotFit.
 
+    rows     most tokens whose logits a run gives; 0: a drafter's tokens + 1, or without one, one for each sequence
     longest  tokens of one sequence; 0: all cells
     """
     check_cache(model, num_cells, settings.cache_type)

@@ -20,7 +20,8 @@ IMATRIX_KEY = "quantize.imatrix"
 def weights(
     settings: QuantizeSettings, gguf: GGUF, types: Mapping[str, Dtype], events: Events
 ) -> tuple[dict[str, np.ndarray], dict[str, MetadataValue]]:
-    """Load the weights (mean squares of inputs) of each matrix, and metadata about their origin. Raises InputError."""
+    """Return ({matrix: mean squares of its inputs, (experts, columns)}, metadata on their origin). Raises
+    InputError."""
     assert settings.imatrix is not None
     importance = load_importance(settings.imatrix)
     weights_by_name = dict[str, np.ndarray]()

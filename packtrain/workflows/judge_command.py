@@ -26,7 +26,8 @@ def parse_command(command_text: str) -> list[str]:
 
 
 def judge_answers(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list[float]:
-    """Return the command's score of each answer. Raises InputError if it fails, or prints anything else."""
+    """Return the command's score of each answer, a line of JSON that it reads. Raises InputError if it fails, or prints
+    more."""
     name, timeout_seconds = f"--judge {shlex.join(command)}", SECONDS_PER_ANSWER * len(answers)
     request_text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     try:

@@ -1,7 +1,6 @@
 """KL divergence of a model's predictions from those of a reference, as llama-perplexity --kl-divergence reports it.
 
-Models read through a KV cache; logits are computed from hidden states, of few tokens at a time.
-"""
+Models read through a KV cache; logits are computed from hidden states, of few tokens at a time."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,7 +89,7 @@ class CachedPredictions:
 
 
 def scored_sequences(batch: Batch) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Yield each scored sample of a batch: its token ids, the positions (N,) that are scored, and their next tokens."""
+    """Yield for each scored sample of a batch: (token ids, positions (N,) in it that are scored, their next tokens)."""
     num_skipped = batch["tokens"].shape[1] - batch["targets"].shape[1]
     names = "tokens", "seq", "targets", "weights"
     for tokens, seq, targets, weights in zip(*(batch[name] for name in names), strict=True):
@@ -136,7 +135,8 @@ def kl_divergence(
     reference: Iterable[tuple[np.ndarray, int]], model: Iterable[tuple[np.ndarray, int]],
     min_logprob: float = -math.inf,
 ) -> Divergence:  # fmt: skip
-    """Return how far the predictions of two models are apart, up to the end of the shorter ones.
+    """Return how far the predictions of two models are apart, up to the end of the shorter ones: pairs of
+    log-probabilities (V,) at a position, and the token that follows there.
 
     min_logprob  tokens that are no likelier by the reference do not count
     """

@@ -1,8 +1,7 @@
 """The end of a fine-tuning run: merge the adapter into the base, measure the loss, and suggest a better merge.
 
 The memory of the run is free by then; merging stays within the same budget. Losses that validation measured during
-the run are not measured again.
-"""
+the run are not measured again."""
 
 import math
 import shlex
@@ -54,7 +53,7 @@ class MergeLosses:
 
     @property
     def kept_share(self) -> float:
-        """The share of the adapter's gain that the merge keeps; 1 if it gains nothing."""
+        """The share, 1 for all, of the adapter's gain in loss that the merge keeps; 1 if it gains nothing."""
         gain = self.base - (self.merged if self.adapter_loss is None else self.adapter_loss)
         return (self.base - self.merged) / gain if gain > 0 else 1.0
 
@@ -112,7 +111,7 @@ class FinishedFinetune:
     # ---- merging
 
     def _write_merged(self, merge: AdapterMerge, output_path: Path) -> Mapping[str, float] | None:
-        """Write the merged file; returns each matrix's relative output error, or None without calibration."""
+        """Write the merged file; returns each matrix's relative output error, None without calibration."""
         reading, spare_nbytes = None, 0
         if is_calibrated(self.settings) and merge.calibrated:
             release_memory()
@@ -172,7 +171,7 @@ class FinishedFinetune:
     def _suggest_merge(
         self, adapter: Adapter, losses: MergeLosses, error_by_matrix: Mapping[str, float] | None
     ) -> None:
-        """Suggest a better merge: calibration, or larger types for the matrices that lose most, found by trial."""
+        """Suggest a better merge: calibration, or larger types where relative errors are largest, found by trial."""
         command = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
         if error_by_matrix is None:
             if adapter.aware:
@@ -234,7 +233,7 @@ def note(run_plan: PlannedRun) -> Iterator[str]:
 
 
 def merge_files(job: TrainingJob) -> Iterator[tuple[Path, str, int]]:
-    """Yield the files that a merge writes besides those of the model: path, description, most bytes."""
+    """Yield (path, description, most bytes) of the files that a merge writes besides those of the model."""
     adapter = _placeholder_adapter(job)
     if adapter is None:
         return
@@ -267,7 +266,7 @@ def _placeholder_adapter(job: TrainingJob) -> Adapter | None:
 
 
 def flags_of(dtype_by_kind: Mapping[str, Dtype]) -> list[str]:
-    """Format types by kind of matrix as --tensor-type takes them."""
+    """Format types by kind of matrix, such as ffn_down, as --tensor-type takes them."""
     return [f"{matrix_kind}={dtype}" for matrix_kind, dtype in dtype_by_kind.items()]
 
 
@@ -278,7 +277,8 @@ def is_calibrated(settings: TuneSettings) -> bool:
 def reading_of(
     job: TrainingJob, merge: AdapterMerge, limit: int | None, page_nbytes: int
 ) -> ReadingPlan | None:
-    """Return how much of the run's data a calibrated merge reads at a time within `limit` bytes and pages; or None."""
+    """Return how much of the run's data a calibrated merge reads at a time within `limit` private bytes, together with
+    `page_nbytes` of pages (0: not limited); None if nothing fits."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
     size = merge.sizing_model, merge.calibrated, data.time, data.windows
@@ -288,7 +288,7 @@ def reading_of(
 def make_merge(
     subject: TunedModel, adapter: Adapter, tensor_types: tuple[str, ...] = ()
 ) -> AdapterMerge:
-    """Create the merge that the settings of a run ask for."""
+    """Create the merge that a run's settings ask for; `tensor_types`: texts NAME=TYPE for some matrices."""
     dtype = DTYPES[subject.settings.type] if subject.settings.type else None
     types = parse_tensor_types(tensor_types, adapter.lora_pairs, subject.model.gguf.entries)
     data = is_calibrated(subject.settings)

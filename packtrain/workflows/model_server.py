@@ -206,7 +206,7 @@ def adapter_file(path: Path) -> AdapterFile:
 def make_contexts(
     settings: ServeSettings, model: ModelFile, events: Events
 ) -> tuple[Context, Context | None]:
-    """Create the context of answers, and with --embeddings that of embeddings. Raises InputError, DoesNotFit."""
+    """Create (the context of answers, with --embeddings that of embeddings or None). Raises InputError, DoesNotFit."""
     context_length = settings.ctx or min(model.config.context_length, CONTEXT)
     check_context(model.config, context_length, events.message)
     generation_settings.check_cache(model, context_length, settings.cache_type)
@@ -246,7 +246,7 @@ def make_contexts(
 def load_renderer(
     settings: ServeSettings, model: ModelFile, tokenizer: Tokenizer, events: Events
 ) -> tuple[ConversationRenderer, str, str]:
-    """Load the conversation renderer, the template's source, and the text of BOS. Raises InputError."""
+    """Return (conversation renderer, template's source, text of BOS). Raises InputError."""
     template = generation_settings.choose_chat_template(settings.chat_template, model, events)
     bos, eos = (
         generation_settings.token_text(tokenizer, id) for id in (tokenizer.bos, tokenizer.eos)

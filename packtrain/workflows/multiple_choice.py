@@ -56,7 +56,7 @@ class ChoiceScores:
 
 
 def score_choices(questions: Sequence[ChoiceQuestion], losses: np.ndarray) -> ChoiceScores:
-    """Return scores of questions from the losses (N,) of all tokens of all choices, one after the other."""
+    """Return scores of questions from the losses (N,) of the tokens of all choices, one question after the other."""
     counts = [len(x) - q.start for q in questions for x in q.ids]
     sums = -np.add.reduceat(losses.astype(np.float64), np.cumsum([0, *counts[:-1]]))
     logprobs = np.split(sums, np.cumsum([len(q.choices) for q in questions[:-1]]))
@@ -124,7 +124,7 @@ def _parse_question(record: dict[str, Any], location: str, tokenizer: Tokenizer)
 
 
 def _column(record: dict[str, Any], names: Sequence[str], location: str) -> Any:
-    """Return the value of the first of these columns that a row has. Raises InputError if it has none."""
+    """Return a row's value under the first of these names that it has. Raises InputError, at `location`, without."""
     for name in names:
         if record.get(name) is not None:
             return record[name]

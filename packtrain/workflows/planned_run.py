@@ -68,7 +68,7 @@ class PlannedRun:
     files: tuple[tuple[Path, str, int], ...] = ()  # besides the job's: path, description, bytes
 
     def json(self, minimum: int | None = None) -> str:
-        """Return the plan as JSON."""
+        """Return the plan as JSON; `minimum`: the least budget in bytes, if known."""
         return json.dumps(
             plan_data(self.plans, self.seconds, self.budget, minimum, self.seconds_before_step_1)
         )
@@ -163,7 +163,7 @@ def _plan_on_rank(
     command: str, settings: RunSettings, build_job: BuildJob, report: ReportFunction,
     shared_decision: tuple[StepShape, bool] | None,
 ) -> PlannedRun:  # fmt: skip
-    """Build and plan the job in this process; `shared_decision` is what rank 0 has decided."""
+    """Build and plan the job in this process; `shared_decision`: as in _plan_job."""
     limit = _private_limit(settings)
     job = _build_checked_job(settings, build_job, report)
     is_packed, optimizer_type = job.shape.base is not None, type(job.optimizer)
@@ -205,7 +205,7 @@ def _request(
     settings: RunSettings, job: TrainingJob, machine_rates: BackendRates, module_memory: KernelMemory,
     limit: int | None, is_resumed: bool,
 ) -> PlanRequest:  # fmt: skip
-    """Return the request for a plan of the job, with this process's memory as it is now."""
+    """Return the request for a plan of the job in `limit` private bytes, with this process's memory as it is now."""
     return PlanRequest(
         job.optimizer, machine_rates, private_nbytes() + module_memory.pending_nbytes + job.train.epoch_nbytes,
         job.config.context_length if settings.sample_every > 0 else 0, settings.target, settings.recompute,
@@ -217,9 +217,7 @@ def _plan_job(
     job: TrainingJob, request: PlanRequest, shared_decision: tuple[StepShape, bool] | None, report: ReportFunction,
 ) -> tuple[TrainingJob, TrainingPlans, PlanRequest]:  # fmt: skip
     """Return job, plans and request, with the optimizer's moments on the device or in this process, as is faster.
-
-    shared_decision  of rank 0: the shape, and whether moments are offloaded; None: decide here
-    """
+    `shared_decision`: rank 0's (shape, whether moments are offloaded); None: decide here."""
     if (limit := job.settings.resident_nbytes) is not None:
         return replace(job, offloaded=False), _plan_in_pages(job, limit, request, report), request
     if shared_decision is not None:
@@ -254,7 +252,7 @@ def _plan_job(
 
 
 def _private_limit(settings: RunSettings, page_nbytes: int = 0) -> int | None:
-    """Return the limit on private bytes of --memory and --resident, beside `page_nbytes`; None: no limit."""
+    """Return the limit on private bytes: --memory, or what --resident leaves beside `page_nbytes`; None: no limit."""
     limits = [] if settings.memory is None else [parse_size(settings.memory, "--memory")]
     if settings.resident_nbytes is not None:
         limits.append(settings.resident_nbytes - page_nbytes)
@@ -297,7 +295,8 @@ def _build_checked_job(
 
 
 def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[BackendRates, int]:
-    """Return this machine's speed for the job's data, in BackendRates, and the tokens that the first step trains on."""
+    """Return (this machine's speed for the job's data, tokens that step 1 trains on); measuring may take `free`
+    bytes."""
     remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})

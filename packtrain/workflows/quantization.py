@@ -158,7 +158,7 @@ def file_metadata(gguf: GGUF, mix: QuantMix) -> dict[str, MetadataValue]:
 def writable_dtype(
     name: str | None, flag_name: str, allowed_dtypes: tuple[Dtype, ...] = WRITABLE
 ) -> Dtype | None:
-    """Return the element type `name`, None for None. Raises InputError if it cannot be written."""
+    """Return the element type `name`, None for None. Raises InputError, for `flag_name`, if it cannot be written."""
     if name is None:
         return None
     match = next((dtype for dtype in allowed_dtypes if dtype.name.lower() == name.lower()), None)
@@ -196,7 +196,8 @@ def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype
 def _maker(
     gguf: GGUF, entry: TensorInfo, dtype: Dtype, default_dtype: Dtype, weights: np.ndarray | None, events: Events,
 ) -> Callable[[], Iterator[np.ndarray]]:  # fmt: skip
-    """Return a function that yields a tensor's converted parts, when it is written, and then reports the error."""
+    """Return a function that yields a tensor's parts in `dtype` when it is written, and then reports the rounding
+    error; `weights` (matrices, columns) weigh errors, and `default_dtype` is the type before fitting rows."""
     location = f"{gguf.path}: {entry.name}"
 
     def report_error(error: float) -> None:

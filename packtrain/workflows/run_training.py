@@ -86,7 +86,7 @@ def execute_run(
 def _execute_plan(
     run_plan: PlannedRun, train: Callable[[], TrainingResult], events: Events, after_steps: AfterSteps,
 ) -> TrainingResult:  # fmt: skip
-    """Run the steps (`train`), whose result returns; rank 0 then draws the plan, reports, and calls `after_steps`."""
+    """Run the steps, and return the result of train(); rank 0 then draws the plan, reports, and calls `after_steps`."""
     if current_world().rank:
         return train()
     folder, resume, window = run_plan.job.settings.folder, run_plan.resume, run_plan.plans.window
@@ -180,7 +180,7 @@ def _prepare_texts(
 
 
 def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
-    """Return a callback (a step's seconds, steps left) that may return a remark on the estimate; not for ranks."""
+    """Return a callback (a step's seconds, steps left) -> a remark on the estimate or None; always None with ranks."""
     if current_world().world_size > 1:
         return lambda seconds, num_steps_left: None
     return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))
@@ -264,7 +264,7 @@ def _run_summary(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> 
 
 
 def device_peaks(plans: TrainingPlans) -> dict[str, dict[str, int]]:
-    """Return planned and peak bytes of each memory space that knows its peak."""
+    """Return {memory space: {"planned_bytes": …, "peak_bytes": …}} of each space that knows its peak."""
     peaks = {b.space: n for b in plans.target.every if (n := b.peak_reserved_nbytes) is not None}
     return {s: {"planned_bytes": plans.nbytes_in(s), "peak_bytes": n} for s, n in peaks.items()}
 
@@ -297,11 +297,8 @@ def _report_lines(result: TrainingResult) -> Iterator[str]:
 
 
 def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool = True) -> str:
-    """Return a sentence on which step the result comes from, with validation losses.
-
-    is_best            the result is the step with the lowest validation loss, not the last
-    has_several_evals  the run validated more than once
-    """
+    """Return a sentence on which step the result comes from, with validation losses; `is_best`: the step with the
+    lowest loss, not the last; `has_several_evals`: the run validated more than once."""
     last, lowest_label = f"step {progress.step:,}", f"step {progress.best_step:,}"
     if not math.isfinite(progress.best):
         return f"the result is {last}, the last; no validation loss was finite"

@@ -3,8 +3,7 @@
     "_logits_" · tokens of a window, tokens of the vocabulary (V), windows, i32 · token ids of all windows, i32 ·
     of each scored position: scale, smallest log-probability, f32 · V codes, u16, and one more if V is odd
 
-log p = scale * code + smallest: code 0 stands for MAX_RANGE below the likeliest token, and less. Little-endian.
-"""
+log p = scale * code + smallest: code 0 stands for MAX_RANGE below the likeliest token, and less. Little-endian."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class SavedLogits:
 def save_logits(
     path: Path, batches: PerplexityWindows, vocab_size: int, predictions: Iterable[tuple[np.ndarray, int]]
 ) -> None:  # fmt: skip
-    """Write a model's predictions at the scored positions of windows."""
+    """Write a model's predictions at the scored positions of windows: (log-probabilities (V,), next token) for each."""
     ids = batches.ids[: batches.windows * batches.context]
     head = np.array([batches.context, vocab_size, batches.windows], "<i4")
     with atomic_file(path) as file:
@@ -88,7 +87,7 @@ def save_logits(
 
 
 def encode_row(logprobs: np.ndarray) -> np.ndarray:
-    """Return log-probabilities (V,) as a row of codes, u16."""
+    """Return log-probabilities (V,) as a row u16 of the file: scale and least value in f32, then codes."""
     largest, row = logprobs.max(), np.zeros(_row_length(len(logprobs)), "<u2")
     smallest = max(logprobs.min(), largest - MAX_RANGE)
     scale = (largest - smallest) / MAX_CODE
@@ -103,7 +102,7 @@ def _row_length(vocab_size: int) -> int:
 
 
 def check_same_size(base_size: int, vocab_size: int) -> None:
-    """Raise InputError unless the base of a divergence and a model have as many tokens."""
+    """Raise InputError unless the base of a divergence and a model have vocabularies of equal size."""
     if base_size != vocab_size:
         fact = f"--kl-base: the base and the model have {base_size:,} and {vocab_size:,} tokens"
         raise InputError(fact, "their logits must match")

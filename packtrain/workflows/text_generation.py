@@ -94,7 +94,7 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
 def _context_sizes(
     settings: GenerateSettings, prompt: int, num_sequences: int, config: Config, events: Events
 ) -> tuple[int, int]:
-    """Return the most tokens of one text, and of all texts together, which share the prompt."""
+    """Return (most tokens of one text, most of all texts together, which share a prompt of `prompt` tokens)."""
     max_new_tokens = settings.n_predict
     num_tokens = generation_settings.CONTEXT if max_new_tokens < 0 else prompt + max_new_tokens
     max_seq_tokens = generation_settings.cells(
@@ -119,7 +119,7 @@ class SeveralTexts:
     events: Events
 
     def sample(self, grammar: Grammar | None, seed: int, size: int) -> GeneratedText:
-        """Generate and return --parallel answers, each with the seed after that of the previous answer."""
+        """Generate and return --parallel answers with seeds `seed`, `seed` + 1, …; `size`: most tokens of one text."""
         s = self.settings
         seeds = [(seed + n) % (generation_settings.MAX_SEED + 1) for n in range(s.parallel)]
         shown_index = -1

@@ -61,7 +61,7 @@ def _value_text(call: ToolCall) -> str:
 
 
 def call_shares(scores: Iterable[ToolCallScore]) -> Iterator[tuple[str, int, int]]:
-    """Yield rows (what is right, in how many answers, of how many) for the calls of answers."""
+    """Yield (what is right, in how many answers, out of how many) for the calls of answers."""
     scores = [*scores]
     expected = [score for score in scores if score.is_expected]
     if expected:

@@ -1,8 +1,7 @@
 """The smallest file that keeps what tuning gained: a tuned model written in each type, and its losses measured.
 
 The gain of tuning is the loss of the base less the loss of the tuned model, on data that neither was trained on. A
-file keeps a share of this gain: rounding its weights costs the rest.
-"""
+file keeps a share of this gain: rounding its weights costs the rest."""
 
 import os
 import shutil
@@ -166,7 +165,8 @@ def _check_inputs(settings: ChooseSettings) -> None:
 def _try_types(
     settings: ChooseSettings, events: Events, trial: Path, best_path: Path, merged_path: Path
 ) -> TypeChoiceResult:
-    """Write and measure every candidate; leaves the best file at `best_path`, and returns all trials."""
+    """Write every candidate to `trial` and measure it; leaves the best file at `best_path`, a merged adapter at
+    `merged_path`, and returns all trials."""
     progress_events, tuned_path = ProgressEvents(events), settings.tuned
     if _is_adapter(tuned_path):
         adapters = (str(tuned_path),)
@@ -222,7 +222,7 @@ def _check_memory(settings: ChooseSettings, tuned: Path, events: Events) -> None
 
 
 def _trial_rank(min_kept_share: float, trial: TypeTrial) -> tuple[bool, float]:
-    """Return a sort key: the smallest trial that keeps enough first, then those that keep most."""
+    """Return a sort key: trials that keep `min_kept_share` first, by bytes; then those that keep most of the gain."""
     return (False, trial.nbytes) if trial.kept >= min_kept_share else (True, -trial.kept)
 
 
@@ -238,7 +238,7 @@ def _is_adapter(path: Path) -> bool:
 def _measure_file(
     settings: ChooseSettings, events: Events, path: Path, kl_base: Path | None = None
 ) -> tuple[float, MeanEstimate | None]:
-    """Return the loss of a file on the data, and the KL divergence from `kl_base`."""
+    """Return (mean loss of the file on the data, KL divergence from `kl_base` or None)."""
     measured = EvaluateSettings(
         (path,), settings.data, ctx=settings.ctx, columns=settings.columns, kl_base=kl_base, memory=settings.memory
     )  # fmt: skip
@@ -249,7 +249,7 @@ def _measure_file(
 def _candidates(
     settings: ChooseSettings, tuned: Path, events: Events
 ) -> Iterator[tuple[str, str, WriteFile]]:
-    """Yield for each file to try its type's name, how it is rounded, and a function that writes it."""
+    """Yield (type's name, how it is rounded, function that writes the file to a path) for each file to try."""
     rounding_methods: list[tuple[str, Path | None]] = [(PLAIN_ROUNDING, None)]
     if settings.calibrate is not None:
         rounding_methods.append((WITH_DATA, settings.calibrate))
@@ -275,7 +275,7 @@ def _file_type(path: Path) -> str:
 
 
 def _write_merged(settings: ChooseSettings, data: Path | None, events: Events, path: Path) -> None:
-    """Write the base with the adapter merged into its own types."""
+    """Write to `path` the base with the adapter merged into the base's own types, calibrated with `data` if given."""
     merge_args = settings.model, (str(settings.tuned),), path
     merge(MergeSettings(*merge_args, **_calibration_options(settings, data)), events)
 

@@ -297,10 +297,8 @@ def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_ex
 
 
 def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
-    """Write an adapter of this base as a PEFT folder; return the number of tensors.
-
-    Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
-    """
+    """Write an adapter of the base `model` as a PEFT folder; return the number of tensors. Raises InputError for
+    matrices that no checkpoint has, or a folder that cannot be created."""
     modules = {
         module: p for module, p in adapted_matrices(model).items() if p.tensor in adapter.lora_pairs
     }

@@ -65,13 +65,13 @@ def mix_tokens(
 
 
 def laurel(block: BlockBuilder, x: Tensor) -> Tensor:
-    """Add to x (..., C) its normalized product with two narrow matrices: LAuReL, arXiv 2411.07501."""
+    """Return x (..., C) plus its normalized product with two narrow matrices: LAuReL, arXiv 2411.07501."""
     y = block.linear("laurel_r", block.saved(block.linear("laurel_l", x)))
     return ops.add(block.norm("laurel_post_norm", block.saved(y)), x)
 
 
 def embedded(block: BlockBuilder, h: Tensor, embeddings: Tensor) -> Tensor:
-    """Return the contribution (..., C) of the block's own embeddings of the tokens, gated by h. Google, Gemma 3n."""
+    """Return (..., C), what the block's own embeddings of the tokens (..., L, P) add, gated by h. Google, Gemma 3n."""
     axis = len(embeddings.shape) - 2
     block_embedding = ops.cont(ops.narrow(embeddings, axis=axis, start=block.block_index, length=1))
     gate = block.saved(block.linear("inp_gate", block.saved(h)))

@@ -10,7 +10,7 @@ from packtrain.models.block_weights import BlockBuilder, Mixer
 
 
 def mix_scan(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
-    """Compute a Mamba-2 scan of x: (..., C) -> (..., inner)."""
+    """Compute a Mamba-2 scan of x: (..., C) -> (..., inner), all heads' values side by side."""
     gate, x, step = (block.saved(block.linear(name, x)) for name in SCAN_IN)
     scan_sizes, i = block.config.scan, block.block_index
     assert scan_sizes is not None
@@ -35,7 +35,7 @@ def mix_scan(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
 
 
 def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
-    """Compute a gated delta net of x: (..., C) -> (..., inner)."""
+    """Compute a gated delta net of x: (..., C) -> (..., inner), all heads' values side by side."""
     scan_sizes, i, leading_shape = block.config.scan, block.block_index, x.shape[:-1]
     assert scan_sizes is not None
     beta, time_step = _head_betas_and_steps(block, x)

@@ -60,7 +60,7 @@ def _read_taps(keys: MetadataReader, key: str) -> int:
 
 
 def _read_scan(keys: MetadataReader) -> dict[str, Any]:
-    """Read the sizes of scans. Raises InputError if they do not fit each other."""
+    """Read Config fields of scans, none without. Raises InputError if sizes do not fit each other."""
     if SCAN[0] not in keys.architecture.key_defaults:
         return {}
     inner, state_width, heads, num_groups = (keys.size(key) for key in SCAN[:4])
@@ -111,7 +111,7 @@ def _check_rope_sections(keys: MetadataReader) -> None:
 
 
 def _attends(config: Config) -> dict[str, MetadataValue]:
-    """Return the GGUF keys that say which blocks have attention, and rope's sections if the model has them."""
+    """Return the GGUF metadata that says which blocks have attention, and rope's sections if the model has them."""
     metadata = {
         RECURRENT_LAYERS: MetadataValue("bool", [not attends for attends in config.attending]),
         ATTENTION_INTERVAL: MetadataValue("u32", config.attending.index(True) + 1),
@@ -140,7 +140,7 @@ def mixer_metadata(config: Config) -> dict[str, MetadataValue]:
 
 
 def _read_latent_fields(keys: MetadataReader, heads: int) -> dict[str, Any]:
-    """Read head sizes of latent attention (MLA); files with attn_kv_b lack the keys of widths per head."""
+    """Read Config fields of latent attention (MLA), `heads` heads; files with attn_kv_b lack the keys of widths."""
     rank, dims = keys.size(KV_LORA_RANK), keys.size("rope.dimension_count")
     of_heads = keys.get(MLA_WIDTHS[0]) is not None
     width_keys = MLA_WIDTHS if of_heads else ("attention.key_length", "attention.value_length")

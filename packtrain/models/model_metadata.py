@@ -118,7 +118,7 @@ def _read_rope_scaling(keys: MetadataReader) -> RopeScaling:
 
 
 def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
-    """Read head widths that do not follow from embedding_length."""
+    """Read Config fields of head widths that do not follow from embedding_length; `heads`: their number."""
     default_width = keys.size("embedding_length") // heads
     head_width = keys.size("attention.key_length", default_width or 1)
     rotated_width = keys.size("rope.dimension_count", head_width)
@@ -129,7 +129,7 @@ def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
 
 
 def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
-    """Read sliding windows, for architectures that have them."""
+    """Read Config fields of sliding windows, for architectures that have them; else none."""
     if not keys.architecture.has_windows(keys.size("block_count")):
         return {}
     window_pattern, num_blocks = keys.get(WINDOWS), keys.size("block_count")
@@ -261,7 +261,7 @@ def _window_metadata(config: Config) -> dict[str, MetadataValue]:
 
 
 def _factor_metadata(config: Config) -> dict[str, MetadataValue]:
-    """Return the keys of softcaps and scales."""
+    """Return the GGUF metadata of softcaps and scales."""
     factors = {key: getattr(config, field) for key, field in FACTOR_FIELDS.items()}
     zero_keys = config.traits.zero_keys
     return {key: MetadataValue("f32", n) for key, n in factors.items() if n or key in zero_keys}

@@ -71,8 +71,8 @@ def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
 
 
 def _read_num_kv_blocks(keys: MetadataReader, blocks: int, pattern: Sequence[bool]) -> int:
-    """Return how many first blocks have keys and values of their own; 0: all. llama.cpp gives later blocks those of the
-    last of these, if they have no window, or of the one before."""
+    """Return how many first blocks have keys and values of their own; 0: all. `pattern`: whether each block has a
+    window. llama.cpp gives later blocks those of the last of these, if they have no window, or of the one before."""
     limit = keys.architecture.num_kv_blocks
     num_shared = max(blocks - limit, 0) if limit else keys.size(SHARED_KV, min_size=0)
     num_owning = blocks - num_shared

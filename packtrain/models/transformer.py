@@ -62,11 +62,9 @@ def _weight_leaves(config: Config, dtype_items: tuple[tuple[str, Dtype], ...]) -
 def initialize_weights(
     config: Config, seed: int, visit_weight: Callable[[str, Callable[[np.ndarray], None]], None]
 ) -> None:
-    """Initialize weights in place: visit_weight(name, fill) must call fill(array), for each weight in turn.
-
-    Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms are 1,
-    biases 0.
-    """
+    """Initialize weights: visit_weight(name, fill) must call fill(array), which fills in place, for each weight in
+    turn. Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms 1,
+    biases 0."""
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
         adds_to_residual = name.endswith(ADDING)

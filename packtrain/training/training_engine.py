@@ -327,7 +327,7 @@ def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSum
 def _evaluate_pairs(
     run: Executor, batches: Iterable[Batch], preference: PreferenceLoss, world: World
 ) -> ValidationResult:
-    """Return the mean loss over pairs, and the share of pairs whose chosen answer wins."""
+    """Return the mean loss over all pairs, and as accuracy the share of pairs whose chosen answer wins."""
 
     def measure(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         inputs = {**batch, **with_targets(batch)}

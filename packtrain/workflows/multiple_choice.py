@@ -124,7 +124,7 @@ def _parse_question(record: dict[str, Any], location: str, tokenizer: Tokenizer)
 
 
 def _column(record: dict[str, Any], names: Sequence[str], location: str) -> Any:
-    """Return a row's value under the first of these names that it has. Raises InputError, at `location`, without."""
+    """Return a row's value under the first of these names in it. Raises InputError, at `location`, if none is there."""
     for name in names:
         if record.get(name) is not None:
             return record[name]

@@ -262,7 +262,7 @@ def _private_limit(settings: RunSettings, page_nbytes: int = 0) -> int | None:
 def _plan_in_pages(
     job: TrainingJob, limit: int, request: PlanRequest, report: ReportFunction
 ) -> TrainingPlans:
-    """Return plans of the job with a limit on its private memory and the pages of its base. Raises InputError."""
+    """Return plans of the job with a `limit` in bytes on its private memory and its base's pages. Raises InputError."""
     if request.target != CPU or job.shape.world_size > 1:
         fact = "--resident and --strict need one process on the CPU"
         raise InputError(f"{fact}; leave them out")

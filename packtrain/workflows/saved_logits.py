@@ -87,7 +87,7 @@ def save_logits(
 
 
 def encode_row(logprobs: np.ndarray) -> np.ndarray:
-    """Return log-probabilities (V,) as a row u16 of the file: scale and least value in f32, then codes."""
+    """Return log-probabilities (V,) as the file's u16 row: scale and least value, both f32, then V codes."""
     largest, row = logprobs.max(), np.zeros(_row_length(len(logprobs)), "<u2")
     smallest = max(logprobs.min(), largest - MAX_RANGE)
     scale = (largest - smallest) / MAX_CODE
@@ -109,7 +109,7 @@ def check_same_size(base_size: int, vocab_size: int) -> None:
 
 
 def windows_of(batches: Batches, flag: str) -> PerplexityWindows:
-    """Return batches that are windows of one text. Raises InputError, which names the flag, for others."""
+    """Return `batches` if they are windows of one text. Raises InputError, which names the flag, for others."""
     if not isinstance(batches, PerplexityWindows):
         advice = "give a text file, and --separator '' for several documents"
         raise InputError(f"{flag} needs one text", advice)

@@ -140,7 +140,7 @@ class SeveralTexts:
         return replace(first_answer, others=tuple(other_answers))
 
     def search(self, prompt: str) -> GeneratedText:
-        """Search for the likeliest texts, and return the --parallel best ones."""
+        """Search for the likeliest texts after the prompt, whose text `prompt` is; return the --parallel best ones."""
         s = self.settings
         search_config = BeamSearchConfig(s.num_beams, s.parallel, s.length_penalty, s.biases)
         with self.events.stopping() as stopped:

@@ -288,7 +288,7 @@ def _quantize(
 
 
 def _calibration_options(settings: ChooseSettings, data: Path | None) -> dict[str, Any]:
-    """Return the settings of writing a trial: it replaces the last one, with calibration if there is data."""
+    """Return settings of writing a trial, by name: it replaces the last one, with calibration if there is data."""
     data_options = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
     return {"overwrite": True, **(data_options if data else {})}
 

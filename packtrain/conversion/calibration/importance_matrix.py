@@ -35,7 +35,7 @@ class ImportanceMatrix:
     chunk_size: int
 
     def weights(self, name: str) -> np.ndarray | None:
-        """Return the mean square of each input, f32 (experts, columns), ones without tokens; None if unknown."""
+        """Return each input's mean square, f32 (experts, columns), 1 for experts without tokens; None if unknown."""
         if name not in self.sums:
             return None
         sums, counts = self.sums[name], self.counts[name][:, None]

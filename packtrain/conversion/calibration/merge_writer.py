@@ -55,7 +55,7 @@ class AdapterMerge:
 
     @property
     def calibrated(self) -> dict[str, Dtype]:
-        """Types of the matrices that can be calibrated: those in transformer blocks whose type has codes."""
+        """Types, by name, of the matrices that can be calibrated: those in blocks whose type has codes."""
         names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.lora_pairs)
         if self.aware is not None:
             return {}

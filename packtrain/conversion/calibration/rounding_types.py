@@ -16,7 +16,7 @@ def bits(dtype: Dtype) -> float:
 
 
 def kind_of(name: str) -> str:
-    """Return the name of a tensor within its block: ffn_down of blk.3.ffn_down.weight."""
+    """Return a tensor's name within its block: ffn_down for blk.3.ffn_down.weight."""
     return name.split(".", 2)[-1].removesuffix(".weight") if name.startswith("blk.") else name
 
 

@@ -117,7 +117,7 @@ class MXFP4Tensor(ConvertedTensor):
         return count, rows, groups * MXFP4.block
 
     def value_parts(self) -> Iterator[np.ndarray]:
-        """Yield the quantization blocks of an expert at a time, (rows, G)."""
+        """Yield the quantization blocks of each expert, (rows, blocks of a row)."""
         nibbles, scales = (source.byte_array()[self.cut] for source in self.sources)
         for pairs, scale in zip(nibbles, scales, strict=True):
             codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
@@ -127,7 +127,7 @@ class MXFP4Tensor(ConvertedTensor):
 
 
 def order(spans: arch.RowSpans) -> np.ndarray:
-    """Return the numbers in these spans, one span after the other."""
+    """Return all numbers in these spans, each (first, end), one span after the other."""
     return np.concatenate([np.arange(span_start, span_end) for span_start, span_end in spans])
 
 
@@ -164,7 +164,7 @@ class _Sources:
                 self.tensors[name if has_prefix else prefix + name] = stored_tensor
 
     def take(self, name: str, shape: Shape, *, flat: bool = False) -> SafetensorsTensor:
-        """Remove and return a tensor of this shape; with `flat`, the checkpoint stores one axis. Raises InputError."""
+        """Remove and return tensor `name` of this shape (`flat`: stored with one axis). Raises InputError without."""
         stored_tensor = self.tensors.pop(name, None)
         if stored_tensor is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")

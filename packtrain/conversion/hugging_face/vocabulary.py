@@ -200,7 +200,8 @@ def _looks_special(text: str) -> bool:
 
 
 def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str, MetadataValue]:
-    """Return tokenizer.* metadata of a tokenizer.model: pieces, then added tokens, up to the vocabulary's size."""
+    """Return tokenizer.* metadata of a tokenizer.model: pieces (unused ones begin with the prefix), then added
+    tokens."""
     model = table.piece_model
     assert model is not None
     for id, (token_text, token_type, score) in enumerate(model.pieces[: len(table.tokens)]):
@@ -224,7 +225,8 @@ def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str
 
 
 def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, MetadataValue]:
-    """Return tokenizer.* metadata of a tokenizer.json: byte-level BPE, or SentencePiece's BPE with scores or merges."""
+    """Return tokenizer.* metadata of a tokenizer.json: byte-level BPE, or SentencePiece's with scores, or with merges
+    if `merged_model`, GGUF's name of such a tokenizer, is given."""
     path, tokenizer_json, steps = table.path, table.fast, table.steps
     if steps is None:
         fact = f"{table.folder}: there is no tokenizer.model and no tokenizer.json"
@@ -316,7 +318,7 @@ def _extra_ends(
 def _bos_eos_flags(
     table: _VocabularyFiles, values: Mapping[str, MetadataValue], templates: str, notes: list[str]
 ) -> dict[str, MetadataValue]:
-    """Return whether to add BOS and EOS: by the post-processor, else by the tokenizer's config."""
+    """Return add_bos_token, add_eos_token: by the post-processor, else by the tokenizer's config; adds to `notes`."""
     post_steps = flatten_steps(table.path, "post_processor", table.fast.get("post_processor"))
     added_texts = [[t for s in post_steps for t in _around(table, s)[at]] for at in (0, 1)]
     flags: dict[str, bool] = {}
@@ -354,7 +356,7 @@ def _around(table: _VocabularyFiles, step: Mapping[str, Any]) -> tuple[list[str]
 
 
 def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, MetadataValue]:
-    """Return the chat template, and others by name; files of templates replace those in the tokenizer's config."""
+    """Return metadata of chat templates, one or several with names: of files, else `about`, the tokenizer's config."""
     chat_template = about.get("chat_template")
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():

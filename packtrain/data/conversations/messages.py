@@ -107,7 +107,7 @@ def parse_if_json(value: Any, at: str) -> Any:
 
 
 def question(turns: Any, tools: Any, location: str) -> Conversation:
-    """Build a conversation that waits for an answer, from a chat request's messages; contents may be empty."""
+    """Build a conversation that waits for an answer, from a chat request's messages, which may be empty, and tools."""
     messages = read_messages(turns, location, "messages", allow_empty=True)
     _assign_call_ids(messages)
     return Conversation(location, messages, _check_tools(tools, location))

@@ -147,7 +147,7 @@ class RecordReader:
 
 
 def _document_texts(piece: TextPiece, pieces: Iterator[TextPiece]) -> Iterator[str]:
-    """Yield the texts of one document, from the stream of all pieces."""
+    """Yield the texts of a document whose first piece is `piece`; takes the others from the stream `pieces`."""
     yield piece.text
     while not piece.is_last:
         piece = next(pieces)

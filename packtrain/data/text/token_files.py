@@ -58,7 +58,7 @@ class TokenizedSamples:
 
 
 def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
-    """Map the files of a split. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
+    """Map the files of a split, ids below `vocab_size`. Raises OSError or ValueError if they are missing or damaged."""
     ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, split))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
         raise ValueError(f"{folder}: {split} holds no tokens")
@@ -69,7 +69,7 @@ def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
 
 
 def read_samples(folder: Path, split: str, vocab_size: int) -> TokenizedSamples:
-    """Map the files of a split. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
+    """Map the files of a split, ids below `vocab_size`. Raises OSError or ValueError if they are missing or damaged."""
     tokens = read_tokens(folder, split, vocab_size)
     weights = np.lib.format.open_memmap(weights_path(folder, split), mode="r")
     if weights.dtype != np.uint8 or weights.shape != tokens.ids.shape or int(weights.max()) > 1:

@@ -113,7 +113,7 @@ class CallTimer:
         self.seconds[i].append(time_call(call, self.clock))
 
     def spent(self, rates: MachineRates) -> dict[OpGroup, OpTime]:
-        """Return the time of each group of calls; a call's seconds are its median over the steps."""
+        """Return the time of each group of calls of a step; a call's seconds are its median over the steps."""
         times_by_group: dict[OpGroup, OpTime] = {}
         steps = self.run.placed.steps
         read_tensors = {t for step in steps for t in step.reads}

@@ -21,8 +21,8 @@ COLUMNS = {
 def tables(
     presets: Sequence[str], rounds: int, counting: ProgressCounter, memory: int | None = None
 ) -> Iterator[BenchTable]:
-    """Yield the table of the steps of all presets, in f32, within `memory` bytes of private memory. Raises InputError
-    if a step does not fit."""
+    """Yield the table of all presets' steps, in f32, each timed `rounds` times within `memory` bytes of private memory;
+    shows progress by `counting`. Raises InputError if a step does not fit."""
     programs = list[BenchProgram]()
     with counting("steps", "model") as count:
         for i, preset in enumerate(presets):

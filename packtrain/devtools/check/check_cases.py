@@ -112,7 +112,7 @@ def checkable_names() -> list[str]:
 
 
 def has_gradient(name: str) -> bool:
-    """Whether an op or function has a gradient that is the slope of its value."""
+    """Whether an op or function has a gradient that is the slope of its value, so that differences can check it."""
     return name in FUNCTIONS or (OPS[name].vjp_rule is not None and name not in STRAIGHT_THROUGH)
 
 
@@ -229,7 +229,7 @@ Weighting = Callable[[Tensor], Tensor]
 
 
 def dense(y: Tensor) -> Tensor:
-    """Multiply y by random weights."""
+    """Multiply y by random weights, so that a sum of the result depends on all of y."""
     return ops.mul(y, constant("random", np.random.default_rng(7).standard_normal(y.shape)))
 
 

@@ -15,7 +15,7 @@ StackedMatrices = dict[str, tuple[str, int, int]]
 
 
 def halves(module: str, suffix: str = "") -> StackedMatrices:
-    """Return ExpertLayout.stacked_matrices of a feed-forward that stores gate and up in one module, `input_linear`."""
+    """Return {GGUF name: (module, part's number, parts in the module)}; gate and up share a module, `input_linear`."""
     matrix_sides = ("gate", "input", 0, 2), ("up", "input", 1, 2), ("down", "output", 0, 1)
     return {f"ffn_{m}{suffix}": (f"{module}.{s}_linear", i, o) for m, s, i, o in matrix_sides}
 

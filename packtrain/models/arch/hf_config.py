@@ -53,7 +53,7 @@ class HFConfig:
         return self.json_values.get(key, default)
 
     def unread_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys that no conversion has read, with values: they may change the model. Rope's have a prefix."""
+        """Yield (key, value) of keys that no conversion has read: they may change the model. Rope's have a prefix."""
         for key, value in self.json_values.items():
             if key not in self.read_keys:
                 yield key, value

@@ -36,7 +36,7 @@ def with_tied_embedding(hf_config: HFConfig) -> HFConfig:
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
-    """Return which blocks attend, and the width of the other blocks' convolutions."""
+    """Return ModelSizes fields: which blocks attend, and the width of the other blocks' convolutions."""
     kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), FULL, CONV_TYPE, every=True)
     attending_blocks = tuple(layer_type == FULL for layer_type in kinds)
     return {"attending": attending_blocks, "conv_width": hf_config.size("conv_L_cache", 3)}

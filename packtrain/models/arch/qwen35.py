@@ -17,7 +17,7 @@ BLOCK = (
 
 
 def row_spans(sizes: arch.ModelSizes) -> dict[str, arch.RowSpans]:
-    """Return spans of rows that reorder heads from group by group to one head of every group in turn."""
+    """Return {tensor: spans (first row, end)} that reorder heads from group by group to one of every group in turn."""
     assert sizes.scan is not None
     width, heads, groups = sizes.scan[1:4]
     head_order = [g * (heads // groups) + n for n in range(heads // groups) for g in range(groups)]

@@ -42,7 +42,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
-    """Return which blocks attend, and the sizes of the other blocks' delta nets."""
+    """Return ModelSizes fields: which blocks attend, and the sizes of the other blocks' delta nets."""
     kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), FULL, LINEAR, every=True)
     groups = hf_config.size("linear_num_key_heads", 16)
     num_heads = hf_config.size("linear_num_value_heads", 32)
@@ -57,7 +57,7 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
-    """Return spans of rows that pick attn_qkv and attn_gate from groups of queries, keys, values and gates."""
+    """Return {tensor: spans (first row, end)} that pick attn_qkv and attn_gate from groups of q, k, v and gates."""
     assert sizes.scan is not None
     inner_width, head_width, _, num_groups, _ = sizes.scan
     value_rows = inner_width // num_groups

@@ -23,7 +23,7 @@ class Scan(NamedTuple):
 
     @property
     def input_rows(self) -> tuple[int, int, int]:
-        """Rows of the input matrix that are gate, convolution's input and steps, in the order of SCAN_IN."""
+        """Numbers of rows of the input matrix for (gate, the convolution's input, steps), in the order of SCAN_IN."""
         return self.inner, self.conv_channels, self.heads
 
 

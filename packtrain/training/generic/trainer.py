@@ -112,7 +112,8 @@ class Trainer(StepEngine):
         return self.form.rows * self.form.micros
 
     def batches(self, data: Dataset, size: int, order: np.ndarray | None) -> Iterator[Arrays]:
-        """Yield batches of a dataset in the model's types, in memory that the next batch overwrites."""
+        """Yield batches of `size` datapoints at `order` in the model's types, in memory that the next batch
+        overwrites."""
         if self._batch_buffers.keys() != data.columns.keys():
             specs = {name: self.form.inputs[name] for name in data.columns}
             self._batch_buffers = {

@@ -65,7 +65,7 @@ class Heartbeat:
                 store.set(f"{BEAT_PREFIX}{self.rank}", "done")
 
     def report_end(self, store: Any, reason: str) -> None:
-        """Tell the other ranks why this rank ends."""
+        """Tell the other ranks, through the store, why this rank ends."""
         self.is_listening = False  # it would hear its own message
         publish_loss(store, f"rank {self.rank} has ended: {reason}")
 

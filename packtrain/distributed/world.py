@@ -220,7 +220,7 @@ def is_distributed() -> bool:
 
 @contextmanager
 def assume_world(world_size: int) -> Iterator[World]:
-    """Plan as rank 0 of a run of `world_size` processes while the context is open."""
+    """Let `current_world` be rank 0 of a run of `world_size` processes while the context is open, to plan it."""
     global _current_world
     previous_world, _current_world = _current_world, World(world_size)
     try:

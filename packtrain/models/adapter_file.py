@@ -88,7 +88,7 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def _base_name(gguf: GGUF, name: str) -> str:
-    """Return the name of the base's tensor to which lora_a or lora_b belongs. Raises InputError."""
+    """Return the base's tensor to which the adapter's tensor `name`, a lora_a or lora_b, belongs. Raises InputError."""
     base_name = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
     if base_name == name:
         fact = f"{gguf.path}: tensor {name} is neither {' nor '.join(SUFFIXES)} of a tensor"

@@ -16,7 +16,7 @@ NORM_EPS = 1e-20  # added to mean squares, so that their roots have a slope at 0
 
 
 def spread(config: Config, w: Weights, h: Tensor) -> Tensor:
-    """Make streams (..., S, C) from embeddings h (..., C): h, and projections of h with the norm of h."""
+    """Make S streams (..., S, C) from embeddings h (..., C): h, and S - 1 projections of h scaled to h's norm."""
     projections = [
         match_norm(_project_stream(config, w, STREAMS_IN, n, h), h)
         for n in range(config.traits.num_streams - 1)

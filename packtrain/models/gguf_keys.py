@@ -80,7 +80,7 @@ class MetadataReader:
         return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
 
     def numbers(self, key: str, kinds: str = "iu") -> list[Any]:
-        """Return an array of the file as a list; [] for any other value. `kinds`: allowed np.dtype.kind letters."""
+        """Return the array under `key` as a list; [] for any other value. `kinds`: allowed np.dtype.kind letters."""
         value = self.get(key)
         is_array = isinstance(value, np.ndarray) and value.dtype.kind in kinds
         return list(value.tolist()) if is_array else []

@@ -21,7 +21,7 @@ Scaled = tuple[Adapter, float]
 
 
 def split_scale(text: str) -> tuple[Path, float]:
-    """Parse FILE:SCALE or FILE, whose scale is 1. Raises InputError for a bad scale."""
+    """Parse FILE:SCALE or FILE, whose scale is 1, to (file, scale). Raises InputError for a bad scale."""
     path, _, scale_text = text.rpartition(":")
     if not path or Path(text).exists():
         return Path(text), 1.0

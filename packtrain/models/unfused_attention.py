@@ -14,7 +14,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, q_seq: Tensor, k_seq: Tensor,
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Compute the first result of ops.attention; a query that sees no key gets the mean of all values."""
+    """Compute the first result of ops.attention from its inputs; a query without a key to see gets all values' mean."""
     is_other_seq = ops.step(ops.abs(_position_differences(q_seq, k_seq)))
     visible = ops.mul(_visible_keys(q_pos, k_pos, window), ops.scale(is_other_seq, by=-1, bias=1))
     return _softmax_mix(q, k, v, sinks, visible, scale, softcap)

@@ -352,7 +352,7 @@ def _lora_matrix_kinds(config: Config) -> Iterator[str]:
 
 
 def _rank(text: str) -> tuple[str, int]:
-    """Parse NAME=RANK into name and rank; RANK alone is for all names, `*`. Raises InputError."""
+    """Parse NAME=RANK to (name, rank); RANK alone is for all names, `*`. Raises InputError."""
     name, _, rank_text = text.rpartition("=")
     if not rank_text.isdecimal() or not 0 < int(rank_text) <= 4096:
         fact = f"--lora-rank {text}: it must be from 1 to 4096, or NAME=RANK such as attn_q=8"

@@ -71,8 +71,8 @@ def run_saved(
 ) -> None:  # fmt: skip
     """Run a computation to its end, and show its progress: `progress` yields how many of `num_total` parts are done.
 
+    label, unit   the computation and one of its parts, in words
     saved_arrays  arguments of `write_arrays`, which saves the results every SAVE_SECONDS and at the end
-
     Raises Interrupted, after saving, if `stopped()` on any rank.
     """
     last_save_time = time.monotonic()

@@ -120,7 +120,8 @@ class MatrixSlice:
     def of(
         cls, array: np.ndarray, changed: ReadRows, columns: slice, expert: int | None, experts: int
     ) -> "MatrixSlice":
-        """Return these columns of `array` (…, blocks), in all its rows or those of one of `experts` experts."""
+        """Return a slice with these columns of `array` (…, blocks), whose exact rows `changed` reads: all rows, or, if
+        `array` is a stack of `experts` matrices, those of matrix number `expert`."""
         packed_rows = array.reshape(-1, array.shape[-1])
         num_rows = len(packed_rows) if expert is None else len(packed_rows) // experts
         first_row = (expert or 0) * num_rows

@@ -70,7 +70,8 @@ def _join_spaces(text: str) -> str:
 
 
 def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield built-in texts of all scripts in all frames, then random neighbours among the tokens of the vocabulary."""
+    """Yield built-in texts of all scripts, each within several others, then texts of three random tokens of the
+    vocabulary."""
     samples, frames = (
         escaped_texts.replace("\n", "").encode("latin-1").decode("unicode_escape").split("|")
         for escaped_texts in (SAMPLE_TEXTS, FRAME_TEXTS)

@@ -127,7 +127,8 @@ class _VocabularyFiles:
         self.ids[text] = id
 
     def put_added_token(self, file: str, id: Any, about: Any, restores_spaces: bool = True) -> None:
-        """Store an added token: control if special, else user-defined; with `restores_spaces`, U+2581 is a space."""
+        """Store the added token that `about`, its entry in `file`, describes: control if special, else user-defined;
+        with `restores_spaces`, U+2581 is a space."""
         about = as_object(about)
         text = about.get("content")
         self.strip_flags += [(file, id, flag) for flag in STRIP_FLAGS if about.get(flag) is True]

@@ -193,7 +193,7 @@ def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
-    """Parse a pair of answers, texts or messages; without a prompt, messages that both share are the prompt."""
+    """Parse a pair of answers, texts or messages; without a prompt, the messages with which both begin are it."""
     lists = {n: [v] if isinstance(v := record[n], dict) else v for n in ("chosen", "rejected")}
     answers = {name: _turns(lists, name, location, "assistant") for name in lists}
     texts = [name for name in answers if isinstance(record[name], str)]

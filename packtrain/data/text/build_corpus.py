@@ -73,7 +73,7 @@ def _reports_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> list[Readi
 def _with_progress(
     pieces: Iterable[TextPiece], activity: str, total_nbytes: int, report: ReportProgress
 ) -> Iterator[TextPiece]:
-    """Yield the pieces, and report the bytes that are done, of `total_nbytes` in all (0: unknown)."""
+    """Yield the pieces, and report `activity` with the bytes that are done, of `total_nbytes` in all (0: unknown)."""
     done_nbytes = 0
     total_text = f" of {total_nbytes / 1e6:,.0f}" if total_nbytes else ""
 

@@ -87,7 +87,8 @@ class TextSurvey:
 def find_sources(
     data: Path, suffixes: Sequence[str] = text_streams.TEXT_SUFFIXES
 ) -> tuple[SourceFile, ...]:
-    """Return a file; or a folder's train and valid files; or its files with these suffixes. Raises InputError."""
+    """Return as sources `data`, a file; or a folder's train and valid files; or its files with these suffixes. Raises
+    InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
         return (SourceFile(data),)

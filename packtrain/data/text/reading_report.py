@@ -49,7 +49,7 @@ class ReadingReport:
         self.requested_fields = parse_columns(self.columns)
 
     def reject(self, error: InputError) -> None:
-        """Count a bad record, or raise the error, which names --skip-bad."""
+        """Count a bad record, or, without --skip-bad, raise the error, which then names that flag."""
         fact = error.fact
         for name in reversed(self.column_names):  # name columns instead of fields
             fact = fact.replace(f": {self.fields.get(name.strip().lower())}: ", f": {name}: ", 1)

@@ -140,7 +140,7 @@ def save(
     path: str | Path, values: Mapping[str, np.ndarray],
     metadata: Mapping[str, str | int | float | bool] | None = None,
 ) -> None:  # fmt: skip
-    """Write tensors by name as a GGUF file, atomically: `pt.save("mnist.gguf", trainer.weights)`.
+    """Write `values`, tensors by name, as a GGUF file, atomically: `pt.save("mnist.gguf", trainer.weights)`.
 
     metadata  more keys; general.architecture is `packtrain-model` unless given
     Raises GGUFError for what the format cannot hold, OSError.

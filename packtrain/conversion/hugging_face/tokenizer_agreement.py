@@ -30,11 +30,9 @@ def check_agreement(
     tokenizer: Tokenizer, joins_spaces: bool = False,
 ) -> None:  # fmt: skip
     """Raise InputError with the first text to which the tokenizer gives other ids than the files do. `fast`:
-    tokenizer.json's content, {} without; `steps`: its steps.
-
-    A tokenizer.json is read by the tokenizers package where it is installed, else by its merges; a tokenizer.model by
-    `encode_pieces`, which `joins_spaces` runs of spaces. Without the package, byte-level vocabularies are not checked.
-    """
+    tokenizer.json's content, {} without; `steps`: its steps. A tokenizer.json is read by the tokenizers package where
+    it is installed, else by its merges; a tokenizer.model by `encode_pieces`, which `joins_spaces` runs of spaces.
+    Without the package, byte-level vocabularies are not checked."""
     texts: Iterable[str] = _hard_texts(tokenizer)
     normalize = steps.normalize_text if steps else _join_spaces if joins_spaces else str
     source = "the tokenizers package"

@@ -226,8 +226,7 @@ def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str
 
 
 def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, MetadataValue]:
-    """Return tokenizer.* metadata of a tokenizer.json: byte-level BPE, or SentencePiece's with scores, or with merges
-    if `merged_model`, GGUF's name of such a tokenizer, is given."""
+    """Return tokenizer.* metadata of a tokenizer.json: byte-level BPE, or SentencePiece's BPE with scores or merges."""
     path, tokenizer_json, steps = table.path, table.fast, table.steps
     if steps is None:
         fact = f"{table.folder}: there is no tokenizer.model and no tokenizer.json"

@@ -88,7 +88,7 @@ def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[s
 
 
 def unpacked(base: GGUF, name: str) -> ReadRows:
-    """Return a function (row_start, row_stop) -> f32 rows of a matrix; rows of a stack count through it."""
+    """Return a function (row_start, row_stop) -> f32 rows of a matrix, or of a stack's matrices in sequence."""
     array = base.array(name)
     matrix_rows = array.reshape(-1, array.shape[-1])
 

@@ -112,7 +112,7 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
 
 
 def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tuple[int, int]:
-    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace there that the previous token
+    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace there that the token before it
     took."""
     piece = tokenizer.piece(id)
     if text.startswith(piece, offset):

@@ -102,7 +102,8 @@ class BytePairEncoding(Encoding):
         return [i for part in parts for i in self._part_ids(part, rule)] if id is None else [id]
 
     def _part_ids(self, part: bytes, rule: SplitRule) -> Sequence[int]:
-        """Return a merged part's ids: its token's, or its bytes', or (byte-level rule) none, as in llama.cpp."""
+        """Return the ids of a merged part: its token, else its bytes' tokens; none by a byte-level rule, as in
+        llama.cpp."""
         id = self.table.index.get(part)
         if id is not None:
             return (id,)

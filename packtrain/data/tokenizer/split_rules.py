@@ -110,7 +110,7 @@ _CASED = (
 
 
 def _cased(upper: str, lower: str, suffix: str, digits: str) -> str:
-    """Return a pattern whose words end where upper case follows lower case; `suffix` may follow a word."""
+    """Return a pattern whose words end where upper case follows lower case; all arguments are patterns, too."""
     return _CASED % (upper, lower, suffix, upper, lower, suffix, digits)
 
 

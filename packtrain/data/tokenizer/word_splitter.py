@@ -96,8 +96,7 @@ class CharacterClasses(dict[int, str]):
                 self.sets.append(ranges)
 
     def translate_pattern(self, pattern: str) -> str:
-        """Return the pattern for texts of class characters instead of characters; call add_pattern for all patterns
-        first."""
+        """Return the pattern for texts in which class characters stand for characters; add all patterns before."""
         pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
         pattern = CLASS_IN_PATTERN.sub(lambda match: self._translate_set(match[0]), pattern)
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")

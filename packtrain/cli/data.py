@@ -113,7 +113,7 @@ def _size_text(samples: conversations.TokenizedSamples) -> str:
 
 
 def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, is_coloured: bool) -> str:
-    """Return a sample as text, special tokens by name, with the trained tokens in colour or brackets."""
+    """Return a sample as text, special tokens by name, trained tokens (weights above 0) in colour, else in [[ ]]."""
     start_mark, end_mark = (TRAINED_COLOUR, RESET_COLOUR) if is_coloured else ("[[", "]]")
     borders = np.flatnonzero(np.diff(weights)) + 1
     text = ""

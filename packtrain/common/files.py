@@ -169,7 +169,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_writable(path: str | Path | None, field: str) -> None:
-    """Raise InputError if a file cannot be written at `path`; checked before the work, not after it. None: no file."""
+    """Raise InputError, which names the setting `field`, if no file can be written at `path`; checked before the work.
+    """
     if path is None:
         return
     path = Path(path)
@@ -208,7 +209,7 @@ def _can_replace(path: Path) -> bool:
 
 
 def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
-    """Raise InputError if an output is one of the files that are read."""
+    """Raise InputError if the output `path` is one of the files `read`; `field`: the setting that the message names."""
     if path.exists() and any(
         source.exists() and path.samefile(source) for source in filter(None, read)
     ):
@@ -216,7 +217,8 @@ def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
 
 
 def check_output(output: Path, field: str, read: Iterable[Path | None], overwrite: bool) -> None:
-    """Raise InputError if `output` cannot be written, is among the files `read`, or exists without --overwrite."""
+    """Raise InputError, naming setting `field`, if `output` cannot be written, is in `read`, or exists without
+    --overwrite."""
     check_writable(output, field)
     check_not_read(output, field, read)
     if output.exists() and not overwrite:
@@ -225,7 +227,8 @@ def check_output(output: Path, field: str, read: Iterable[Path | None], overwrit
 
 
 def require_existing(path: str | Path, field: str) -> Path:
-    """Return the path of an existing file or folder. Raises InputError if it is missing or cannot be read."""
+    """Return the path of an existing file or folder. Raises InputError, which names the setting `field`, if it is
+    missing or cannot be read."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{field}: {path} does not exist")
@@ -237,7 +240,7 @@ def require_existing(path: str | Path, field: str) -> Path:
 
 
 def read_text(path: Path, field: str) -> str:
-    """Return the text of a UTF-8 file. Raises InputError."""
+    """Return the text of a UTF-8 file. Raises InputError, which names the setting `field`."""
     if require_existing(path, field).is_dir():
         raise InputError(f"{field}: {path} is a folder; give a text file")
     try:

@@ -93,7 +93,8 @@ class MemoryPeak:
 
 
 def parse_size(text: str, field: str) -> int:
-    """Return the bytes of a size: 1.5GiB, 800MiB, 65536KiB, or 80% of this machine's memory. Raises InputError."""
+    """Return the bytes of a size: 1.5GiB, 800MiB, 65536KiB, or 80% of this machine's memory. Raises InputError, which
+    names the setting `field`."""
     match = SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")

@@ -51,7 +51,8 @@ def _changed_values(settings: Any) -> dict[str, Any]:
 
 
 def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> bool | None:
-    """Return whether a setting, property or fact is on, or has one of `values`; None if it is unknown."""
+    """Return whether a setting, property or fact is on, or has one of `values` (a|b), if given; None if it is unknown.
+    """
     if name not in facts and not hasattr(settings, name):
         return None
     value = facts[name] if name in facts else getattr(settings, name)
@@ -62,7 +63,8 @@ def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> 
 
 
 def _full_reason(term: tuple[str, str, str], reason: str, is_required: bool) -> str:
-    """Return the reason behind its condition, `with --full, which …`, unless the reason names the condition itself."""
+    """Return the reason behind its condition, `with --full, which …`, unless the reason names the condition itself.
+    term: the condition in three parts, (setting, "=" or "", values or "")."""
     if reason.startswith((*SENTENCE_STARTS, "with ", "without ", "in ")):
         return reason
     name, _, values = term

@@ -74,7 +74,8 @@ def differentiate_twice(
 def pull_back(
     calls: Sequence[Call], gradients: Gradients, wrt: Sequence[Tensor], sink: GradientSink
 ) -> None:
-    """Call `sink(tensor, gradient)` for each tensor of `wrt`, given the gradients of some results of the calls."""
+    """Write the backward pass of `calls` from `gradients`, of some of their results; pass (tensor, its gradient) to
+    `sink` for each tensor of `wrt`."""
     recompute = _Recomputation(calls, None)
     _Backward(calls, _dependents(calls, wrt), wrt, recompute, sink, None, {**gradients}).walk(calls)
 
@@ -171,7 +172,7 @@ class _Recomputation:
                     (self.copies if self.rank(old) == lowest_rank else temporary_values)[old] = new
 
     def _copy_call(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Write the call a second time, on recomputed inputs where there are some, and return its results."""
+        """Write the call again, each input replaced by its copy in `passing`, else an earlier copy; return results."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
         with written_for(call.origin, "backward" if rereads_stored_weight(call) else "recomputed"):
             result = call.op(*inputs, **call.attrs)
@@ -251,9 +252,9 @@ class _Backward:
                     self.partial[t] = d if earlier is None else add(earlier, d)
 
     def _fold(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
-        """Let ops with an input `acc` add their gradients to earlier gradients of an input, which spares an addition;
-        return the indices of these inputs. Such a call is replaced, and `gradients` gets all results of the
-        replacement."""
+        """Let ops with an input `acc` add their gradients to earlier gradients of an input of `call`, which spares an
+        addition; return the indices of these inputs. The op's call is replaced if it was written after call number
+        `newest`; `gradients`, one or None for each input of `call`, then gets all results of the replacement."""
         folded_inputs = set()
         for i, t in enumerate(call.inputs):
             d = gradients[i]

@@ -48,7 +48,7 @@ class Graph:
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:
-        """Raise GraphError if a call, in this order, reads a leaf as it was before an earlier call wrote it."""
+        """Raise GraphError if one of `calls`, in this order, reads a leaf as it was before an earlier call wrote it."""
         current_handles: dict[Tensor, Tensor] = {}
         for call in calls:
             for t in call.reads:

@@ -126,7 +126,7 @@ class _Simulation:
         return turnovers
 
     def look_ahead(self, place: int, turnover: Turnover) -> None:
-        """Read ahead the weights that later steps read, as long as there is room for them."""
+        """Read ahead the weights of steps after steps[place], as long as there is room; add names to `turnover`."""
         step, num_steps = self.steps[place], len(self.steps)
         for later in range(place + 1, place + num_steps):
             next_step = self.steps[later % num_steps]
@@ -138,7 +138,8 @@ class _Simulation:
                     self.load(name, nbytes, turnover)
 
     def make_room(self, nbytes: int, step: int, use: int, turnover: Turnover) -> bool:
-        """Drop weights, the one read last first, for bytes that step `use` reads; False if all are read before it."""
+        """Drop weights whose next read is latest, noted in `turnover`, until `nbytes` for step `use` fit while `step`
+        runs; return False if all that could go are read before `use`."""
         while self.resident_nbytes + nbytes > self.limit:
             waiting = self.resident.keys() - self.reads[step].keys()
             if not waiting and use == step:
@@ -222,7 +223,7 @@ class PageWindow:
     def before(
         self, index: int, step: KernelStep, inputs: Sequence[Any], run: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """Return a call that reads and gives back pages as scheduled before step `index`, then makes its call `run`."""
+        """Return `run`, the call of step `index`, or a function that first reads and gives back pages as scheduled."""
         turnover = self.schedule.turnovers.get(index, Turnover())
         released = [self.ranges[name] for name in turnover.dropped]
         prefetched = [self.ranges[name] for name in turnover.loaded]

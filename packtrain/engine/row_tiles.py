@@ -122,8 +122,8 @@ def _program(body: TileBody, dy_indices: Indices, dx_indices: Indices) -> _TileP
 def _backward_graph(
     body: TileBody, forward: Graph, dy_indices: Indices, dx_indices: Indices
 ) -> Graph:
-    """Return the graph that runs the body again and computes a tile's gradients: of rows as outputs, of wholes as
-    sums."""
+    """Return the graph that runs the body again and computes a tile's gradients for inputs `dx_indices`, given those of
+    results `dy_indices`: gradients of rows are outputs, those of wholes are sums."""
     arriving = {body.results[i]: input(f"dy.{i}", body.results[i].shape) for i in dy_indices}
     names = {body.inputs[i]: f"out.{k}" for k, i in enumerate(dx_indices)}
     gradients = dict[Tensor, Tensor]()
@@ -134,10 +134,9 @@ def _backward_graph(
 def _with_sums(
     body: TileBody, names: Mapping[Tensor, str], gradients: Mapping[Tensor, Tensor]
 ) -> Graph:
-    """Return the graph of gradients by leaf: those of rows are its outputs, those of wholes are added to states.
+    """Return the graph of gradients by leaf, with these names: of rows as outputs, of wholes added to states.
 
-    Attention adds gradients of all keys and values to the states itself: a tile has no others of their size.
-    """
+    Attention adds gradients of all keys and values to the states itself: a tile has no others of their size."""
     fresh, first_fresh = input("fresh", ()), input("fresh.0", ())
     totals = {t: state(names[t], t.shape, role="sum") for t in gradients if t in body.wholes}
     num_uses, own_totals = Counter(gradients.values()), dict[Tensor, Tensor]()

@@ -392,7 +392,7 @@ op = OpDeclaration
 
 
 def refusal(name: str, fact: str, inputs: Iterable[Any], at: tuple[str, int] | None = None) -> str:
-    """Return the text of a GraphError: op, fact, call site and inputs."""
+    """Return the text of a GraphError: op `name`, fact, call site `at` (file, line; None: the caller's) and inputs."""
     file, line = at or caller_line()
     tensors = dict.fromkeys(t for t in inputs if isinstance(t, Tensor))
     lines = [f"{name}: {fact}", f"  at {file.rpartition('/')[2]}:{line}"]

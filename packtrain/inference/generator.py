@@ -84,7 +84,8 @@ class Generator:
         return logits
 
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[SamplerInput], Sequence[int]]:
-        """Feed as many tokens as one run takes; returns what `chain.choose` takes after the last, and the rest."""
+        """Feed as many tokens as one run takes; return ([what `chain.choose` chooses the next token from], []), or ([],
+        the tokens left) if they are more."""
         run_size = self.context.sizes.next_size(len(tokens))
         run_tokens, remaining_tokens = tokens[:run_size], tokens[run_size:]
         output_rows = [] if remaining_tokens else [len(run_tokens) - 1]
@@ -93,7 +94,8 @@ class Generator:
         ), remaining_tokens
 
     def verify(self, tokens: Sequence[int], num_drafted: int, chain: Chain) -> list[SamplerInput]:
-        """Feed tokens that end in `num_drafted` guesses; returns what `chain.choose` takes before and after each."""
+        """Feed tokens that end in `num_drafted` guesses; return num_drafted + 1 inputs of `chain.choose`, from which it
+        chooses a token in place of each guess, and the token after the last."""
         output_rows = range(len(tokens) - num_drafted - 1, len(tokens))
         return self.context.choices(
             tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
@@ -133,7 +135,8 @@ class GenerationLimits:
     loop_tokens: int = 0
 
     def end_reason(self, ids: Sequence[int], is_chain_over: bool, is_full: bool) -> str:
-        """Return why a reply with these tokens ends now, or ""; `is_full`: the context has no room for more."""
+        """Return why a reply with these tokens ends now, or ""; is_chain_over: its grammar has ended; is_full: no room.
+        """
         if self.is_interrupted():
             return "interrupted"
         if is_chain_over:

@@ -77,7 +77,8 @@ def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
 
 @cache
 def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> BaseModel:
-    """Return the base of the shorter model `short`; its blocks have the types of the blocks they stand for."""
+    """Return the base of the shorter model `short`, whose first `below` blocks the backward pass does not reach; its
+    blocks have the types of the blocks they stand for."""
     first, types = num_unreached(config, base), dict(base.types)
     trained_kinds = frozenset[str]().union(*_trained(config, base))
     source_blocks, matching_types, frozen = _source_blocks(config, short, first, below), [], []
@@ -98,7 +99,8 @@ def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> B
 
 
 def _source_blocks(config: Config, short: Config, first: int, below: int) -> list[int]:
-    """Return, for each block of the shorter model, the block of the longer model that it stands for."""
+    """Return, by block of `short`, the block of the longer model that it stands for; the backward pass reaches blocks
+    from `below` on in `short`, from `first` on in the longer model."""
     num_dropped = _dense(config, first) - _dense(short, below)
     dense, last = short.leading_dense_block_count, config.block_count - 1
     if config.interleave_moe_layer_step > 1 and (mixture_blocks := _mixture_blocks(config, first)):

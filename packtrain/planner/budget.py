@@ -146,7 +146,8 @@ def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
 
 
 def plan_in_process(shape: StepShape, request: PlanRequest, search_peak: int = 0) -> TrainingPlans:
-    """Make plans in this process; if packing loads some kernels, load the others, whose memory alone is unknown."""
+    """Make plans in this process; if packing loads some kernels, load the others, whose memory alone is unknown.
+    `search_peak`: most bytes that this process had during a search."""
     plans = request.make_plans(shape)
     if any(map(kernels.is_loaded, request.kernels.names)):
         request.kernels.load()
@@ -154,7 +155,8 @@ def plan_in_process(shape: StepShape, request: PlanRequest, search_peak: int = 0
 
 
 def with_baseline(plans: TrainingPlans, search_peak: int = 0, extra: int = 0) -> TrainingPlans:
-    """Return the plans with this process's bytes as baseline, and `extra`, by which it will grow before the run."""
+    """Return the plans with this process's bytes, and `extra` by which it will grow before the run, as baseline, and
+    `search_peak` as the most bytes during the search."""
     release_memory()
     return replace(plans, baseline_nbytes=private_nbytes() + extra, search_nbytes=search_peak)
 

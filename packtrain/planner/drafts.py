@@ -310,7 +310,7 @@ class DraftEstimator:
         return PlanDraft(shape, nbytes + self._allocated_nbytes(estimate, arena_nbytes), seconds)
 
     def _allocated_nbytes(self, sizes: StepEstimate, arena: int) -> int:
-        """Return the bytes that an allocator takes for an arena, and by which it rounds up the leaves."""
+        """Return the bytes that an allocator takes for `arena` bytes, and by which it rounds up the leaves."""
         return arena + self.request.target.extra_nbytes(self.space, (int(sizes.leaves), arena))
 
     def _nbytes(self, shape: StepShape, sizes: StepEstimate, num_recomputed: int) -> int:

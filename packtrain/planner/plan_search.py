@@ -103,7 +103,7 @@ class PlanSearch(DraftEstimator):
     # ---- within a limit
 
     def fastest_draft(self, shape: StepShape, limit: int, fixed: bool) -> PlanDraft | None:
-        """Return the variant that takes the fewest seconds within `limit` bytes; None if none fits."""
+        """Return the fastest variant within `limit` bytes, with `fixed` of those with equal bits; None if none fits."""
         best_draft = self._requested_draft(shape, limit)
         if best_draft is not None and best_draft.shape == shape:
             return best_draft
@@ -173,7 +173,8 @@ class PlanSearch(DraftEstimator):
         return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
 
     def _by_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> PlanDraft | None:
-        """Return the fastest draft over chunk sizes of the loss head; None if none fits in under `below` seconds."""
+        """Return the fastest draft of the variant `form` over chunk sizes of the loss head (`fixed`: its own alone);
+        None if none fits in under `below` seconds."""
         best_draft, head_nbytes = None, math.inf
         run_nbytes = self._min_nbytes(form) - self.request.baseline_in(self.space)
         min_saving = MIN_SAVING_SHARE * run_nbytes  # independent of the limit
@@ -262,8 +263,9 @@ class PlanSearch(DraftEstimator):
     # ---- fewest bytes
 
     def smallest_draft(self, shape: StepShape, fixed: bool = False) -> PlanDraft:
-        """Return the variant of the step that takes the fewest bytes; earlier measurements do not change the answer.
-        Estimates come from chains of equal blocks. Where blocks differ, lower limits are tried until nothing fits."""
+        """Return the variant of the step that takes the fewest bytes, with `fixed` of those with equal bits. Earlier
+        measurements do not change the answer. Estimates come from chains of equal blocks. Where blocks differ, lower
+        limits are tried until nothing fits."""
         if blocks_match(shape):
             return self._or_recompute_all(
                 self.smallest_of(extreme_shapes(shape, fixed, self.may_tile))

@@ -24,7 +24,8 @@ def plan_data(
     plans: TrainingPlans, seconds: float, budget_nbytes: int | None = None, min_budget: int | None = None,
     before: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the plan as plain data for `packtrain plan --json`; sizes in bytes, null without a budget or a minimum."""
+    """Return the plan as plain data for `packtrain plan --json`; sizes in bytes, null without a budget or a minimum. A
+    step takes `seconds`; `before` seconds pass before the first."""
     arena = plans.largest_plan.arena(plans.target.space)
     total_nbytes = plans.total_nbytes
     plan_record: dict[str, Any] = {
@@ -168,8 +169,8 @@ def copy_lines(plans: TrainingPlans) -> list[str]:
 def plan_text(
     plans: TrainingPlans, seconds: float, num_steps: int, num_trained: int, before: float = 0.0
 ) -> str:
-    """Return the plan as `packtrain plan` prints it; a step trains on `num_trained` tokens, `before` seconds come
-    first."""
+    """Return the plan as `packtrain plan` prints it; a step takes `seconds` and trains on `num_trained` tokens,
+    `before` seconds pass before the first."""
     shape, num_positions = plans.shape, plans.shape.num_positions
     times = f" × {shape.num_micro_batches} micro-batches" if shape.num_micro_batches > 1 else ""
     counts = "" if num_trained > NEARLY_ALL * num_positions else f", {num_trained:,} of them learnt"

@@ -75,7 +75,8 @@ def predict_exchange(plans: TrainingPlans, rates: BackendRates, link_rate: float
 
 
 def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tuple[float, float]:
-    """Return (seconds of a busy link, seconds of waiting for it) of a micro-batch if ranks share out gradient sums."""
+    """Return (seconds of a busy link, seconds of waiting for it) of a micro-batch if ranks share out gradient sums;
+    `link`: bytes per second."""
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     elapsed = free_time = busy = stalled_seconds = 0.0

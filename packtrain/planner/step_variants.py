@@ -18,8 +18,8 @@ NUM_UNEVEN_COUNTS = 2  # how many if blocks differ: each number then needs a gra
 def candidates(
     shape: StepShape, fixed: bool = False, may_tile: bool = False
 ) -> Iterator[StepShape]:
-    """Yield variants of a step, to choose the fastest: with equal results but for rounding, or with `fixed`, the same
-    bits."""
+    """Yield variants of a step, to choose the fastest: with equal results but for rounding, or with `fixed`, equal
+    bits; with `may_tile`, also with blocks that run in tiles of their rows."""
     for count in tile_counts(shape) if may_tile and not fixed else (shape.num_row_tiles,):
         yield from _with_micro_batches(replace(shape, num_row_tiles=count), fixed)
 
@@ -63,7 +63,8 @@ def divisors(dividend: int) -> list[int]:
 def extreme_shapes(
     shape: StepShape, fixed: bool = False, may_tile: bool = False
 ) -> list[StepShape]:
-    """Return those variants of a step of which one takes the least memory: rows in the fewest or most micro-batches."""
+    """Return those `candidates` (with `fixed` and `may_tile`) of which one takes the least memory: with the fewest or
+    the most micro-batches."""
     least_chunk = shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1])
     shapes = list(candidates(least_chunk, fixed, may_tile))
     extreme_rows = shapes[0].micro_batch_size, shapes[-1].micro_batch_size

@@ -213,7 +213,7 @@ def buffer_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 
 
 def mapped_leaves(shape: StepShape, of: Iterable[Tensor]) -> dict[Tensor, None]:
-    """Return those of the leaves that are mapped from the file of the base, in order."""
+    """Return, as keys in order, those of the leaves `of` that are mapped from the base's file: its frozen weights."""
     if shape.base is None:
         return {}
     weights = {leaf.name or "": leaf for leaf in of if leaf.kind == "weight"}
@@ -227,7 +227,7 @@ def packed_weight_types(shape: StepShape) -> set[Dtype]:
 
 
 def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
-    """Return the bytes of leaves in a memory space; leaves mapped from a file count only on devices, as copies."""
+    """Return the bytes of leaves `of` in a memory space; leaves mapped from a file count only on devices, as copies."""
     local = [leaf for leaf in of if target.home(leaf).space == space]
     mapped = mapped_leaves(shape, local)
     resident_nbytes = buffer_nbytes([leaf for leaf in local if leaf not in mapped], target)
@@ -333,7 +333,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
 
 
 def _two_pass(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
-    """Return the trained weights of the blocks that run backward twice, and of those below."""
+    """Return those of `trained` weights that are in blocks that run backward twice, or in blocks below these."""
     end_block = num_unreached(shape.config, shape.base) + shape.num_two_pass_blocks
     prefixes = tuple(f"blk.{block_index}." for block_index in range(end_block))
     return [leaf for leaf in trained if leaf.label.startswith(prefixes)]

@@ -48,7 +48,8 @@ class BlocksFormat:
     def full_answer(
         self, blocks: Sequence[tuple[str, Any]], finish_word: str, end: AnswerEnd
     ) -> JsonObject:
-        """Return the whole answer; a block is a kind with its text, or with the call in OpenAI's shape."""
+        """Return the whole answer; blocks: (kind, its text or its call in OpenAI's shape); finish_word: OpenAI's
+        finish_reason."""
         raise NotImplementedError
 
     # ---- the format of a response, see event_stream

@@ -7,7 +7,8 @@ MARKS = THINK_OPEN, CLOSE
 
 
 def thinking_marks(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
-    """Return the texts around thoughts: <think> and </think>, or the template's own; None if there are no thoughts."""
+    """Return the texts around thoughts: <think> and </think> if in `template`, else its `template_marks`; None if
+    empty."""
     open_mark, closed = template_marks[0].strip(), template_marks[1].strip()
     return MARKS if CLOSE in template else (open_mark, closed) if open_mark and closed else None
 

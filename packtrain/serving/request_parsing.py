@@ -52,10 +52,10 @@ def parse_job(
 
 
 def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int) -> GenerationJob:
-    """Return a job that reports the `shown` likeliest tokens with each token; MOST_TOLD limits those of all answers.
+    """Return a job that reports the `shown` likeliest tokens with each token; of all `answers`, at most MOST_TOLD in
+    all.
 
-    Raises InputError if these are too many to keep.
-    """
+    Raises InputError if these are too many to keep."""
     if shown is None:
         return job
     top = max(shown, 1)
@@ -224,7 +224,8 @@ def suffix_prompts(
 
 
 def parse_num_logprobs(body: JsonBody, has_logprobs: bool, num_top: int) -> int | None:
-    """Return how many likely tokens to return, by `num_top` or `n_probs`; None without either. Raises InputError."""
+    """Return how many likely tokens to return: `num_top` or `n_probs`, the larger; None without `has_logprobs` or
+    `n_probs`. Raises InputError."""
     n_probs = body.number("n_probs", 0, 0, MOST_TOP)
     return max(num_top, n_probs) if has_logprobs or n_probs else None
 
@@ -258,7 +259,8 @@ def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 
 
 def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversation) -> bool | None:
-    """Return whether answers begin within thoughts; None: thoughts are not separated from text. Raises InputError."""
+    """Return whether answers to the prompt `text` begin within thoughts; None: these stay in the text. Raises
+    InputError."""
     reasoning_format = body.text("reasoning_format", server.reasoning_format)
     if reasoning_format not in FORMATS:
         fact = f"reasoning_format is {reasoning_format!r}; it must be one of {', '.join(FORMATS)}"

@@ -351,14 +351,16 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _match_python_call(rest: str) -> re.Match[str] | None:
-    """Match PROBE_ARGUMENTS, rendered behind a call's name, as keywords of Python; group `quote`: around strings."""
+    """Match the probe's arguments (PROBE_ARGUMENTS, which a template rendered) as keywords of Python at the start of
+    `rest`, the text behind a call's name; group `quote`: the quotation mark of strings."""
     (first_key, x), (b, y) = PROBE_ARGUMENTS.items()
     quote = r"(?P<quote>['\"])"
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
 def _match_bare_object(rest: str) -> re.Match[str] | None:
-    """Find PROBE_ARGUMENTS, rendered as an object with unquoted keys in any order; group `quote`: around strings."""
+    """Find the probe's arguments (PROBE_ARGUMENTS, which a template rendered) as an object with unquoted keys, in any
+    order, in `rest`, the text behind a call's name; group `quote`: what stands before and after strings."""
     probe_pairs = [*PROBE_ARGUMENTS.items()]
     for (first_key, x), (b, y) in (probe_pairs, probe_pairs[::-1]):
         quote_pattern = r"(?P<quote>[^\w{}]+?)"
@@ -369,7 +371,8 @@ def _match_bare_object(rest: str) -> re.Match[str] | None:
 
 
 def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
-    """Return the text between the first call's arguments, which end with `arguments_end`, and the next name."""
+    """Return the text, in a reply with two calls, between the first one's arguments, which end with `arguments_end`,
+    and the second name; "" if not found."""
     _, last_value, text_after_value = two_calls.partition(PROBE_VALUES[1])
     call_gap, probe_last, _ = text_after_value.partition(PROBE_LAST)
     at = call_gap.find(arguments_end)

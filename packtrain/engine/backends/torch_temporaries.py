@@ -56,7 +56,8 @@ def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
 def kernel_footprint(
     op: AnyOp, inputs: Inputs, attrs: Attrs, kernel: str = "torch"
 ) -> KernelFootprint:
-    """Return what a call's kernel allocates beside its results, measured once for equal specs and attributes."""
+    """Return what a call's `torch` or `cuda` kernel allocates beside its results; measured once for equal specs and
+    attrs."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KERNEL_FOOTPRINTS:
@@ -76,7 +77,7 @@ def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
 
 
 def _watch_kernel(call: OpCall, kernel: str) -> tuple[Any, int]:
-    """Run the kernel on `meta` tensors; return the meter of its allocations and how often it needs the host."""
+    """Run the kernel on `meta` tensors; return (allocation_meter, how many times it used values on the host)."""
     accesses_before = HOST_READS["times"]
     with host_transfer_counter()() as transfer_counter:
         meter = _run_kernel(call, kernel, "meta")

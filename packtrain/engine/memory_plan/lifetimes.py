@@ -111,8 +111,9 @@ class _LifetimeAnalysis:
     def _reusable_storage(
         self, step: KernelStep, index: int, i: int, reused: set[Storage], arena: str
     ) -> Storage | None:
-        """Return the bytes of an input that result `index` may overwrite, or None: last read here, once, whole and
-        dense, and by no other step since a barrier, because such a step may run at the same time."""
+        """Return the storage in `arena`, not in `reused`, of an input that result `index` of step i may overwrite, or
+        None: last read here, whole and dense, and by no other step since a barrier, because such a step may run at the
+        same time."""
         result, released = step.results[index], self.placed.released
         for input_index in step.op.inplace.get(index, ()) if self.reuse else ():
             t = step.inputs[input_index]

@@ -61,7 +61,8 @@ def call_dependencies(graph: Graph) -> CallDependencies:
 def depth_first(
     needs: CallDependencies, roots: list[int], arrange: Callable[[list[int]], list[int]]
 ) -> list[int]:
-    """Return an order of calls in which each follows those it needs (`needs`); `arrange` sorts these."""
+    """Return call indices so that each call follows those it needs; `arrange` sorts the roots, and what a call needs.
+    """
     order, done_calls = list[int](), set[int]()
     stack = [(i, False) for i in reversed(arrange(roots))]
     while stack:

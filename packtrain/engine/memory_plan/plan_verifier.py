@@ -223,7 +223,8 @@ class ConcurrentSteps:
         self.producers: dict[Tensor, int] = {}
 
     def add(self, i: int, step: KernelStep, reads: Extents, writes: Extents) -> int | None:
-        """Add step i; return an earlier step with which it conflicts, as one writes what the other uses, or None."""
+        """Add step i with the ranges that it reads and writes; return an earlier step, by index, that may run at the
+        same time although one of the two writes what the other uses, or None."""
         direct = {self.producers[t.handle] for t in step.reads if t.handle in self.producers}
         self.needs[i] = direct.union(*(self.needs[k] for k in direct))
         for k, (earlier_reads, written) in self.step_extents.items():

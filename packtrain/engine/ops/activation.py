@@ -131,7 +131,7 @@ dropout.vjp(lambda dy, y, x, key, *, p, stream: (dropout(dy, key, p=p, stream=st
 
 
 def _first_element(key, size: int) -> int:
-    """Return the number of a micro-batch's first element in its step: even, as pairs share 64 random bits."""
+    """Return the index in its step of a micro-batch's first element of `size`: even, as pairs share 64 random bits."""
     return int(key[2]) * (size + size % 2) if len(key) == 3 else 0
 
 

@@ -144,8 +144,8 @@ def _run_checked(check, call):
 
 
 def integers_of(x: Tensor, num_planes: int) -> Spec:
-    """Return the workspace for x (..., K) rounded to integers, see kernels.dot_tile: per 128, planes and 3 * 16
-    values."""
+    """Return the f32 workspace for x (..., K) as integers, see dot_tile: per 128 values `num_planes` bytes each, 48
+    numbers."""
     k = x.shape[-1]
     return Spec((x.spec.size // max(k, 1) * -(-k // 128) * (32 * num_planes + 48),))
 
@@ -163,7 +163,8 @@ def copy_acc(y, acc):
 
 
 def replay_after_copy(call, y, acc, is_in_place):
-    """Return the bound call for later runs, which first copies acc to y unless they share their bytes."""
+    """Return a function for later runs: it copies acc to y, unless they share bytes (`is_in_place`), and makes `call`.
+    """
     return call if is_in_place else lambda: np.copyto(y, acc) or call()
 
 

@@ -111,7 +111,7 @@ def _hidden_mask(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
 
 def _probabilities(q, k, positions, sinks, scale, window, softcap):
     """Return P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of the softcap. P is 0 for a
-    query without keys, and so is the log-denominator if there is no sink."""
+    query without keys, and so is the log-denominator if there is no sink. `positions`: the inputs q_pos to length."""
     k_by_head = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z, slope = scale * q.swapaxes(1, 2) @ k_by_head.swapaxes(2, 3), 1
     if softcap:
@@ -231,7 +231,7 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *mask_inputs, scale, **attrs)
 
 @attention_back.workspace("cpu")
 def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
-    """Return room for dk and dv by query head, to be summed, if kv heads are too few for one task each; else ()."""
+    """Return specs for dk and dv by query head, to be summed, if kv heads are too few for one task each; else ()."""
     (b, s, heads, d), q_heads = k.shape, q.shape[2]
     use_query_heads = b * heads < MIN_KV_HEADS and q_heads > heads
     return (Spec((b, s, q_heads, d)),) * 2 if use_query_heads else ()

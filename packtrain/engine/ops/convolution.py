@@ -20,7 +20,7 @@ SHARES, MAX_PARTIAL_VALUES = 16, 1 << 22  # most partial sums of a filter gradie
 
 
 def _counts(y, w):
-    """Return the numbers of images, channels and filters."""
+    """Return (images, channels, filters): how many y (N, O, OH, OW) and w (O, C, KH, KW) have."""
     return len(y), w.shape[1], w.shape[0]
 
 

@@ -78,7 +78,7 @@ def traffic_nbytes(call: Any, cost: Cost) -> float:
 
 
 def multiplied(m: int, n: int, k: float) -> float:
-    """Return the multiply-adds of an (m, n) matrix product over k, with padding to tiles."""
+    """Return the multiply-adds of an (m, k) @ (k, n) product with padding to tiles, writing the tiles included."""
     num_columns = -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
     return m * num_columns * (k + TILE_WRITE_STEPS * math.ceil(k / TILE_DEPTH))
 
@@ -137,7 +137,7 @@ def pack_kind(dtype: Dtype) -> str:
 def head_cost(
     x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int, precision: str
 ) -> Cost:
-    """Return the cost of the loss of logits x @ w.T by chunks of rows, with gradients dx and dw unless None."""
+    """Return the cost of the loss of logits x @ w.T, `chunk` rows at a time, with gradients dx and dw unless None."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
     is_tiled, has_gradients = in_tiles(precision, c), dx is not None or dw is not None
     chunk = head_chunk_rows(v, c, n, chunk, is_tiled)
@@ -162,19 +162,19 @@ def head_cost(
 
 
 def in_tiles(precision: str, num_columns: int) -> bool:
-    """Whether the loss head runs on AMX tiles, in which logits are computed twice instead of being saved."""
+    """Whether the loss head, for x of `num_columns`, runs on AMX tiles: logits are then computed twice, not saved."""
     return precision == "bf16" and num_columns <= MAX_TILED_COLUMNS and supports_precision("bf16x3")
 
 
 def head_chunk_rows(v: int, c: int, n: int, chunk: int, is_tiled: bool) -> int:
-    """Return the rows of a chunk, of n in all; with tiles more, as far as the room for saved logits allows."""
+    """Return the rows of a chunk, `chunk` or all n; with tiles more, in the room of logits (v wide; x is c wide)."""
     if is_tiled:
         chunk = min(chunk * min(MAX_TILED_CHUNKS, 1 + v // ((parts(v) + 1) * max(c, 1))), MOST_ROWS)
     return max(min(chunk, n), 1)
 
 
 def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the loss head's workspaces for n rows, vocabulary v and width c."""
+    """Return the shapes of the loss head's workspaces for n rows, `chunk` at a time, vocabulary v and width c."""
     is_tiled = in_tiles(precision, c)
     chunk_rows = head_chunk_rows(v, c, n, chunk, is_tiled)
     if not is_tiled:
@@ -184,7 +184,7 @@ def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple
 
 
 def parts(v: int) -> int:
-    """Return the number of parts of a vocabulary in the head's backward pass, each a task."""
+    """Return into how many parts the head's backward pass divides a vocabulary of v tokens; each part is a task."""
     return max(min(MAX_VOCAB_PARTS, v // MIN_VOCAB_PART_ROWS), 1)
 
 
@@ -219,7 +219,7 @@ def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
 
 
 def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:
-    """Return the cost of n rows of `a` values times their experts' (a, b) matrices, if rows reach all experts."""
+    """Return the cost of n rows of `a` values times their expert's (a, b) matrix of w, if rows reach all experts."""
     num_experts = min(w.shape[0], n)
     work = {"multiply": multiplied(n, b, a), pack_kind(w.dtype): float(num_experts * a * b)}
     return Cost(work, num_tasks=w.shape[0] * -(-b // EXPERT_TASK_COLUMNS))

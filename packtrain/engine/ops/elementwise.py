@@ -73,7 +73,7 @@ def add_torch(y, a, b):
 
 
 def _unpack_to_f32(x, workspaces):
-    """Return x, or if x is not f32, its values unpacked into the next of the workspaces."""
+    """Return x, or if x is not f32, its values unpacked into the next array of the iterator `workspaces`."""
     if x.dtype == np.float32:
         return x
     workspace = next(workspaces)

@@ -44,7 +44,7 @@ def _expert_spans(name, ids, num_experts):
 def _expert_product_spec(
     name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, output_axis: int
 ) -> Spec:
-    """Return the spec of products of rows with their expert's matrix; `summed`, `output_axis`: axes of w (E, F, K)."""
+    """Return the spec of rows x times their expert's matrix; name: of x in errors; summed, output_axis: axes of w."""
     is_valid = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
     requirement = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
     fact = f"{name} is {x.spec} and w is {w.spec}; {requirement}"

@@ -91,7 +91,7 @@ def get_rows_samples():
 def get_rows_back(
     dy: Tensor, ids: Tensor, acc: Tensor | None = None, *, shape: tuple[int, ...]
 ) -> Spec:
-    """Add rows of dy into zeros (or acc) by index, in order: dw[ids[i]] += dy[i]. ggml_get_rows_back."""
+    """Add rows of dy into zeros of `shape` (or acc) by index, in order: dw[ids[i]] += dy[i]. ggml_get_rows_back."""
     Spec(ids.shape + shape[1:]).require(dy=dy)
     Spec(shape).require(acc=acc)
     return Spec(shape)
@@ -219,7 +219,7 @@ def set_rows_samples():
 
 @op(inplace=(0,))
 def zero_rows(x: Tensor, ids: Tensor) -> Spec:
-    """Copy x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
+    """Copy x (V, ...) f32 with rows `ids` i32 set to zero: the gradient of set_rows for the overwritten leaf."""
     fact = f"x is {x.spec} and ids is {ids.spec}; they must be f32 and i32"
     require(ids.dtype == i32 and x.dtype == f32, fact)
     return x.spec

@@ -34,7 +34,7 @@ def _check_region(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> N
 
 @op(view=True)
 def slice(x: Tensor, *, start: Axes, shape: Axes, step: Axes = ()) -> Spec:
-    """View the region of x, without a copy. ggml_view_1d to ggml_view_4d."""
+    """View `shape` elements of x from `start` on, `step` (or 1) apart, without a copy. ggml_view_1d to ggml_view_4d."""
     step = _step_or_ones(step, start)
     _check_region("x", x.spec, start, shape, step)
     require(not x.dtype.quantized, f"x is {x.spec}; quantized rows are cut by narrow")
@@ -59,7 +59,7 @@ def slice_samples():
 def acc(
     part: Tensor, into: Tensor | None = None, *, size: Axes, start: Axes, step: Axes = ()
 ) -> Spec:
-    """Add `part` to a region of `into`, or of zeros of `size`; all f32. ggml_acc."""
+    """Add `part` to a region of `into`, or of zeros of `size`, from `start` on, `step` (or 1) apart. f32. ggml_acc."""
     y = Spec(tuple(size)).require(into=into)
     Spec(part.shape).require(part=part)
     _check_region("the result", y, start, part.shape, _step_or_ones(step, start))
@@ -89,7 +89,7 @@ def acc_samples():
 def set(
     x: Tensor, part: Tensor | None = None, *, start: Axes, shape: Axes, step: Axes = ()
 ) -> Spec:
-    """Replace a region of x by `part`, or by zeros; all f32. ggml_set."""
+    """Replace a region of x, `shape` from `start` on, `step` (or 1) apart, by `part` or zeros; all f32. ggml_set."""
     _check_region("x", x.spec, start, shape, _step_or_ones(step, start))
     Spec(tuple(shape)).require(part=part)
     return Spec(x.shape).require(x=x)

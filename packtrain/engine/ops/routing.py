@@ -257,7 +257,7 @@ def _gate_and_up(
     x: Tensor, expert: Tensor, w: Mapping[str, Tensor | None], biases: Mapping[str, Tensor],
     low: Mapping[str, Low],
 ) -> list[Tensor]:  # fmt: skip
-    """Return the products of rows with their expert's gate and up matrices, which may be one matrix, (N, F) each."""
+    """Return rows x times gate and up matrices of their `expert` (N,), (N, F) each; w, biases, low: by matrix name."""
     products = [
         product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None
     ]
@@ -310,7 +310,8 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
-    """Return x times matrix w, or times each row's expert of w, plus the bias and the LoRA adapter of w."""
+    """Return x @ w.T, or rows times their `expert`'s matrix of w, plus bias and adapter `low` (A, B, scale, dropout).
+    """
     multiply: Callable[..., Tensor] = matmul_id if expert else matmul
     y = multiply(x, w, *expert)
     if bias is not None:

@@ -13,7 +13,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def head_sizes(x, by_head, groups, width):
-    """Return the number of heads, by the last axis of `by_head` (..., H), and of values of a head (P)."""
+    """Return (H, P): heads, the last axis of `by_head`, and values of each in x (..., H P + 2 G `width`)."""
     heads = by_head.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
@@ -38,14 +38,15 @@ def check_heads(x: Tensor, groups: int, width: int, **by_head: Tensor) -> int:
 
 
 def scan_cost(num_products, result_index=0):
-    """Return a cost rule: products for each value of the result, or of the argument with this index, and the state."""
+    """Return a cost rule: num_products * N for each value of the rule's argument `result_index` (0: the op's result).
+    """
     return lambda *args, width, **attrs: Cost(
         {"attend": num_products * math.prod(args[result_index].shape) * width}
     )
 
 
 def cells_cost(num_products):
-    """Return the cost rule of an op on states of a leaf."""
+    """Return the cost rule of an op on states of a leaf: `num_products` for each token and value of a state."""
 
     def cost_rule(out, leaf, x, *other_inputs, **attrs):
         state_size = math.prod(leaf.shape[1:])

@@ -76,7 +76,7 @@ def short_conv_cpu(y, x, w, seq, work):
 
 
 def _convolve(y, x, w, seq, step):
-    """Convolve by NumPy or PyTorch: tap by tap, forwards or (step -1) backwards."""
+    """Write short_conv of x to y (step 1), or its gradient for x (step -1), by NumPy or PyTorch, tap by tap."""
     y[...] = 0
     num_steps, num_taps = x.shape[1], w.shape[1]
     for k in range(num_taps):

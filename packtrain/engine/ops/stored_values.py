@@ -91,7 +91,8 @@ def _recode_numpy(w, values, offsets):
 
 
 def _nearest_codes(dtype, values, offsets, all_of, select, rint, clip):
-    """Return the codes nearest to `values`; all_of(code) returns what blocks filled with one code stand for."""
+    """Return the codes nearest to `values`, moved by `offsets` of a step; all_of(code): what blocks filled with a code
+    stand for; select, rint and clip: NumPy's or PyTorch's where, rounding and clip."""
     if dtype in CODE_VALUES:
         step, codes = all_of(UNIT_CODE), 0
         v, code_values = values / select(step == 0, 1.0, step), CODE_VALUES[dtype].tolist()
@@ -173,7 +174,7 @@ def stored_sum_samples():
 
 
 def _sample_blocks(dtype, num_rows, count):
-    """Return a sample weight of a type, with random bits and small scales."""
+    """Return a sample weight of `num_rows` rows of `count` blocks of a type, with random bits and small scales."""
     random = np.random.default_rng(dtype.number)
     bits = random.integers(0, 256, (num_rows, count, dtype.block_nbytes), np.uint8)
     scale_bytes = np.setdiff1d(np.arange(dtype.block_nbytes), CODE_BIT_NUMBERS[dtype] // 8)

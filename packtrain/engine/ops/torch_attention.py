@@ -33,7 +33,8 @@ def _query_spans(q, keys):
 
 
 def _hidden_mask(query_span, keys, num_queries, positions, window, device):
-    """Return which keys a span's queries must not see, bool (B or 1, queries, S)."""
+    """Return which of `keys` keys the queries of a span (start, end) must not see, bool (B or 1, queries, keys);
+    `positions`: the inputs q_pos, k_pos, q_seq, k_seq and length of attention, each perhaps None."""
     q_pos, k_pos, q_seq, k_seq, length = positions
     query_start, query_end = query_span
     index = torch.arange(max(num_queries, keys), dtype=torch.int32, device=device)
@@ -83,7 +84,8 @@ def attention(out, q, k, v, *positions, scale, window, softcap):
 
 
 def _attend(y, lse, values, sinks, *score_args):
-    """Write y and lse of a span of queries; both are 0 for a query without keys, but lse with a sink."""
+    """Write y and lse of a span of queries, from _scores(*score_args): 0 for a query without keys, but lse with a sink.
+    """
     z, _ = _scores(*score_args)
     max_score = z.amax(-1, keepdim=True)
     if sinks is not None:

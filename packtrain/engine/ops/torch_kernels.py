@@ -97,7 +97,7 @@ def to_sum_dtype(x):
 
 
 def sum_chunks(x, term=lambda values: values):
-    """Return the sum of a term of all elements, which are taken CHUNK at a time in the type of sums."""
+    """Return the sum over all elements of term(x), computed for CHUNK elements at a time in the type of sums."""
     x = x.view(-1)
     running_sum = to_sum_dtype(x.new_zeros(()))
     for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
@@ -186,7 +186,8 @@ def key_of(key, stream):
 
 
 def uniform(mixed_key, start, end):
-    """Return random numbers `start` (even) to `end` of a key, f32 from 0 to 1, with the bits of kernels.counter_rng."""
+    """Return random numbers `start` (even) to `end` for a key_of, f32 from 0 to 1, with the bits of
+    kernels.counter_rng."""
     first_word, last_word = start // 2 + 1, (end + 1) // 2 + 1
     z = torch.arange(first_word, last_word, dtype=torch.int64, device=mixed_key.device) * GOLDEN
     z += mixed_key

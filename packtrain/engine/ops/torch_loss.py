@@ -73,7 +73,8 @@ def triton_linear_cross_entropy(out, *args, **attrs):
 
 
 def _head(kernel, size, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
-    """Compute logits of some rows; write their losses and dx, and add their parts to dw and db."""
+    """Compute logits of rows x, unpacking `size` values of w at a time; write losses, right and dx by `kernel`, as
+    _torch_losses, and add these rows' parts to dw and db. None: not wanted."""
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
     add_product(logits, x, w, precision, fresh=True, unpack_size=size)
     has_gradients = dx is not None or dw is not None or db is not None

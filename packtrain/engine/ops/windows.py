@@ -22,7 +22,8 @@ def _out(n: int, k: int, stride: int, pad: int, dilation: int = 1) -> int:
 def check(
     x: Tensor | Spec, window: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair = (1, 1)
 ) -> Pair:
-    """Check the attributes of windows over images x for a shape rule; return height and width of the result."""
+    """Check attributes of windows over x, pairs (down, across), for a shape rule; return the result's height and width.
+    """
     require(x.dtype == f32 and len(x.shape) == 4, f"x is {x}; it must be f32[N, C, H, W]")
     for name, axis_pair, min_value in (
         ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),
@@ -44,7 +45,7 @@ def kernel_sizes(shape, out_shape, window, stride, padding, dilation=(1, 1)):
 
 
 def windows(x, window, stride, padding, dilation=(1, 1), fill=0.0, writeable=False):
-    """Return all windows of x, (N, C, OH, OW, KH, KW): a view, or of a copy if there is padding."""
+    """Return all windows of x, (N, C, OH, OW, KH, KW): a view of x, or with padding, of a copy padded with `fill`."""
     edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
     padded = np.pad(x, edges, constant_values=fill) if any(padding) else x
     spans = tuple(d * (k - 1) + 1 for k, d in zip(window, dilation, strict=True))
@@ -143,7 +144,7 @@ im2col_back.samples(gradient_samples(im2col, im2col_back))
 def pool_2d(
     x: Tensor, *, largest: bool, window: Pair, stride: Pair | None = None, padding: Pair = (0, 0)
 ) -> Spec:
-    """Take the largest value of each window, or its mean, edges counted as zeros. ggml_pool_2d.
+    """Take the `largest` value of each window, or if false its mean, edges counted as zeros. ggml_pool_2d.
 
     x  (N, C, H, W)    f32
     y  (N, C, OH, OW)  f32; `stride` is by default the size of the window

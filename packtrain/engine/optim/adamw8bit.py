@@ -61,7 +61,7 @@ def coded_leaves(kind: str, w: Tensor) -> Tensors:
 
 
 def decode(lib, codes, scale, levels):
-    """Return the values of 8-bit codes (B, 256), signed if their type is; `lib` is numpy or torch."""
+    """Return values of codes (B, 256), signed if their type is: scale (B,) * levels[code]; `lib`: numpy or torch."""
     return (
         lib.sign(codes)
         * levels[lib.abs(codes * lib.ones_like(codes, dtype=lib.int64))]
@@ -70,7 +70,8 @@ def decode(lib, codes, scale, levels):
 
 
 def encode(lib, values, limits):
-    """Return the codes of values (B, 256), with their signs, and each block's scale, its largest size."""
+    """Return signed codes of values (B, 256) by `limits`, see code_table, and block's scales (B,), the largest sizes.
+    """
     largest = lib.amax(lib.abs(values), -1)
     units = values / (largest + (largest == 0))[:, None]
     return lib.sign(values) * lib.searchsorted(limits, lib.abs(units)), largest
@@ -123,7 +124,7 @@ def opt_moments_adamw8bit(
 
 
 def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, gate):
-    """Write the direction of the step (N,) and the new moments for gradient g (N,); `lib` is numpy or torch."""
+    """Write the step's direction (N,) and the moments for gradient g (N,); tables: (levels, limits) of m and of v."""
     _, beta1, beta2, eps, _, _, c2 = hyper
     (m_levels, m_limits), (v_levels, v_limits) = tables
     gradient = lib.zeros_like(m, dtype=g.dtype)

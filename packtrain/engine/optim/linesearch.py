@@ -49,7 +49,7 @@ class LineSearch:
     max_length: float = 1e20
 
     def is_too_far(self, start: LinePoint, at: LinePoint) -> bool | None:
-        """Return None if the point is accepted, True if accepted points lie before it, False if after it."""
+        """Return None if point `at` is accepted, True if accepted points lie before `at`, False if after it."""
         if self.condition == NONE:
             return None
         if not at.is_finite or at.loss > start.loss + self.armijo * at.length * start.slope:
@@ -107,9 +107,9 @@ def next_length(low_point: LinePoint, high: LinePoint | None) -> float:
 def lbfgs_direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
     """Return the coefficients (2 m + 1,) of g, s_0 …, y_0 … whose sum is -H g, by the two-loop recursion in float64.
 
-    dots (2 m + 1, m + 1) are the products of g, s_0 …, y_0 … with g, y_0 …. Pairs that are not curved do not count.
-    Chen, Wang & Zhou 2014, "Large-scale L-BFGS using MapReduce"; Nocedal & Wright 2006, algorithm 7.4.
-    """
+    dots (2 m + 1, m + 1) are the products of g, s_0 …, y_0 … with g, y_0 …. Pairs of `newest_first` (indices i of s_i,
+    y_i) that are not curved do not count. Chen, Wang & Zhou 2014, "Large-scale L-BFGS using MapReduce"; Nocedal &
+    Wright 2006, algorithm 7.4."""
     m = dots.shape[1] - 1
     sy, yy = np.diag(dots[1 : m + 1, 1:]), np.diag(dots[m + 1 :, 1:])
     curved_pairs = [i for i in newest_first if sy[i] > MIN_CURVATURE * yy[i] > 0]

@@ -41,14 +41,15 @@ class StepRunner(Protocol):
     last: Values | None
 
     def evaluate_and_update(self, hyper: Values) -> Values:
-        """Compute loss and gradients and update the weights with the step's numbers `hyper`; return the outputs."""
+        """Compute loss and gradients, update the weights with the step's numbers `hyper`; return outputs by name."""
 
     def evaluate(self) -> Values:
-        """Compute loss and gradients at the current weights, for several evaluations per step; return the outputs."""
+        """Compute loss and gradients at the current weights (a step may do so several times); return outputs by name.
+        """
 
     def update(self, hyper: Values) -> Values:
-        """Run the update graph with these numbers and the gradients of the last evaluation, which stay; return
-        `squares` and the extra outputs of `Optimizer.measured`."""
+        """Run the update graph with the numbers `hyper` and the last evaluation's gradients, which are kept for further
+        updates; return `squares` (the sum of the gradients' squares) and the extra outputs of `Optimizer.measured`."""
 
     def report(self, message: str) -> None:
         """Show the user a message about this step."""

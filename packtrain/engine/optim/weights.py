@@ -38,7 +38,7 @@ def write(w, values, key, stream):
 
 
 def parts_of(w, *tensors):
-    """Yield (start, flat parts of w and the tensors), so that an update needs room for one part only."""
+    """Yield (start, [part of flat w, part of each flat tensor]), so that an update needs room for one part only."""
     flat_tensors = [t.view(-1) for t in (w, *tensors)]
     for chunk_start, chunk_end in chunk_bounds(len(flat_tensors[0]), CHUNK, w):
         yield chunk_start, [t[chunk_start:chunk_end] for t in flat_tensors]

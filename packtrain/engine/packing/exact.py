@@ -183,7 +183,8 @@ class _PackingPart:
     def _search_in_order(
         self, by: tuple[str, str], target_height: int, work_limit: int, budget: _WorkBudget
     ) -> tuple[int, Ints]:
-        """Run the compiled search, which takes buffers in the order of columns `by`; return its status and offsets."""
+        """Run the compiled search, with buffers in the order of columns by[1] and ranked by columns by[0] (W: longest
+        life, A: largest life * size); return its status and offsets."""
         width = self.end - self.start
         columns = {"W": -width, "A": -width * self.size}
         rank_columns, order_columns = by
@@ -211,7 +212,8 @@ class _PackingPart:
 
 
 def run_until(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
-    """Call `run_search` in a thread; stop it when the clock is over, by setting limits[1]. Return its status."""
+    """Call `run_search` in a thread; when the clock is over, stop it by limits[1] = 1, which it reads. Return status.
+    """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run_search)
         try:

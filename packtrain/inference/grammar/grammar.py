@@ -27,7 +27,8 @@ class Grammar:
     def __init__(
         self, tokenizer: Tokenizer, source: str, words: Sequence[str] = (), tokens: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """source: in llguidance's Lark notation; words, tokens: triggers of a lazy grammar. Raises InputError."""
+        """source: in llguidance's Lark notation; words, tokens: texts and ids from which on a lazy grammar holds; until
+        one comes, any token may. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
         self._matcher = vocabulary_table.grammar_matcher(self._token_table, source)
@@ -44,7 +45,7 @@ class Grammar:
     def from_gbnf(
         cls, tokenizer: Tokenizer, text: str, words: Sequence[str] = (), tokens: Sequence[int] = ()
     ) -> "Grammar":
-        """Create a grammar from GBNF; words, tokens: triggers. Raises InputError with line and column."""
+        """Create a grammar from GBNF; words, tokens: triggers, see __init__. Raises InputError with line and column."""
         names = {token.decode(errors="replace"): id for id, token in enumerate(tokenizer.tokens)}
         try:
             source = to_lark(parse_gbnf(text, names.get, tokenizer.vocab_size))

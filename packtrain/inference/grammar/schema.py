@@ -143,7 +143,8 @@ def _rebase(schema: Any, pointer: str, has_names: bool = False) -> Any:
 
 
 def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
-    """Return a schema without keywords that no grammar can enforce; adds each with its path to `unsupported`."""
+    """Return a schema, at path `at`, without keywords that no grammar can enforce; adds their paths to `unsupported`.
+    """
     if isinstance(schema, list):
         return [loosened(subschema, unsupported, at) for subschema in schema]
     if not isinstance(schema, dict):

@@ -28,7 +28,7 @@ class AdapterScales:
             self.scales[seq] = seq_scales
 
     def inputs(self, sets: Sequence[tuple[int, ...]], size: int) -> dict[str, np.ndarray]:
-        """Return the inputs of a run of `size` tokens: each token's scales, those of its first sequence in `sets`."""
+        """Return inputs of a run of `size` tokens, by name: each token's scales, of its first sequence in `sets`."""
         token_scales = np.zeros((size, self.scales.shape[1]), np.float32)
         token_scales[: len(sets)] = self.scales[[indices[0] for indices in sets]]
         return {name: token_scales[:, indices] for name, indices in self._owners.items()}

@@ -46,7 +46,8 @@ class PlacedTokens:
     state_source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
-        """Return whether a run ended inside a prompt of `seq`: it has several tokens here, the last not in `rows`."""
+        """Return whether a run ended inside a prompt of `seq`: several of its tokens are here, the last not in `rows`,
+        the indices of tokens with results."""
         if not self.state_source.size:
             return False
         seq_tokens = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
@@ -130,7 +131,7 @@ class CellPools:
     # ---- taking cells
 
     def place_tokens(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> PlacedTokens:
-        """Take cells for the next tokens and return these with them; sets: each token's sequences. Raises CacheFull."""
+        """Take cells for the next tokens, and return these; sets: the sequences of each token. Raises CacheFull."""
         seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
         token_positions = self.next_positions(sets)
         cells_by_pool = {"cell_": self.all.find_free_cells(seqs)}
@@ -180,7 +181,8 @@ class CellPools:
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
-        """Return the first of `idle_seqs` that must go so that a token for each of `seqs` fits. Raises CacheFull."""
+        """Return the first of `idle_seqs` to drop so that there is a cell for each of `seqs`, one a token. Raises
+        CacheFull."""
         for num_purged in range(len(idle_seqs) + 1):
             try:
                 self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))
@@ -221,7 +223,8 @@ class CellPools:
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0
 
     def expire_ring(self, num_needed: int, freed_mask: int = 0) -> None:
-        """Free cells of the ring outside all windows, if fewer than `num_needed` are free once `freed_mask` goes."""
+        """Free cells of the ring outside all windows if fewer than `num_needed` are free, counting those that only
+        sequences of the bit mask `freed_mask` have."""
         ring = self.pools["ring_"]
         for num_margin in (RING_MARGIN, 0):
             if len(ring.free_cells(0, freed_mask)) >= num_needed:
@@ -327,7 +330,8 @@ class CellPools:
 def move_inputs(
     moves: Mapping[str, CellMove], pools: Sequence[str], move_start: int, num_moves: int, input_names: Container[str],
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Return inputs, those of `input_names`, of a run that makes `num_moves` moves per pool, from `move_start` on."""
+    """Return inputs, those of `input_names`, of a run with room for `num_moves` moves of each pool: from the move with
+    index `move_start` on, then padding."""
     inputs = dict[str, np.ndarray]()
     for pool in pools:
         empty_array = np.empty(0, np.int32)

@@ -97,7 +97,11 @@ class Context:
         cls, config: Config, cache: CacheLayout, sizes: decode_plans.RunSizes,
         runs: Mapping[decode_plans.RunKey, Executor], sequences: int = 1, *, parts: bool = False, checkpoints: int = 0,
     ) -> "Context":  # fmt: skip
-        """Create a context in a session that others use, too, as a training run's, from executors of `place_runs`."""
+        """Create a context in a session that others use, too, as a training run's, from executors of `place_runs`.
+
+        parts        each sequence has cells of its own
+        checkpoints  how many saved windows and scan states to keep
+        """
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, self.pools.checkpoint_spacing)
@@ -196,7 +200,8 @@ class Context:
         self, ids: np.ndarray, sets: list[tuple[int, ...]], rows: list[int], stop: StopCallback | None,
         done: list[PlacedTokens], row_results: RowResults,
     ) -> None:  # fmt: skip
-        """Run some tokens at once, or in halves where the ring lacks room; adds to `done` and `row_results`."""
+        """Run some tokens at once, or in halves where the ring lacks room; adds what ran to `done`, and the results of
+        `rows`, indices in `ids`, to `row_results`."""
         try:
             placed_tokens = self.pools.place_tokens(ids, sets)
         except CacheFull:

@@ -38,7 +38,8 @@ class RunSizes:
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Choose run sizes: `prompts`, and powers of two for up to `rows` answers; rows 0: a result a token."""
+        """Choose sizes of runs: `prompts`, and powers of two for up to `rows` answers at once; rows 0: a result a
+        token."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
@@ -106,7 +107,8 @@ def make_cache(
     config: Config, num_cells: int, num_sequences: int, dtype: str, max_run_tokens: int, swa_full: bool, *,
     longest: int = 0,
 ) -> CacheLayout:  # fmt: skip
-    """Create the cache layout of a context whose runs take `max_run_tokens`; windows get a ring if that is smaller."""
+    """Create the cache layout of a context whose runs take `max_run_tokens`; windows get a ring if that is smaller,
+    unless `swa_full`. `longest`: most tokens of one sequence; 0: all cells."""
     if dtype not in CACHE_TYPES:
         raise ContextError(f"cache is {dtype!r}; it must be one of {', '.join(CACHE_TYPES)}")
     block_size = DTYPES[dtype].block

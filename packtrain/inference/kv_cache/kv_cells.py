@@ -56,14 +56,14 @@ class CellTable:
         return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
     def free_cells(self, seq: int, freed: int = 0) -> np.ndarray:
-        """Return cells that a sequence may take: those that no sequence has, or only those of the set `freed`."""
+        """Return cells that `seq` may take: those that no sequence has, but for sequences of the bit mask `freed`."""
         if self.num_parts == 1:
             return np.flatnonzero(self.sets & ~freed == 0)
         size = len(self) // self.num_parts
         return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~freed == 0)
 
     def find_free_cells(self, seqs: np.ndarray, freed: int = 0) -> np.ndarray:
-        """Return a free cell for each of `seqs`, i32, as if the set `freed` were dropped. Raises CacheFull."""
+        """Return a cell for each of `seqs`, i32, free once the bit mask `freed` of sequences goes. Raises CacheFull."""
         if self.num_parts == 1:
             return self._first_free_cells(len(seqs), 0, freed)
         cells = np.empty(len(seqs), np.int32)
@@ -80,7 +80,7 @@ class CellTable:
         return free[:num_wanted].astype(np.int32)
 
     def assign_cells(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
-        """Set the positions of cells, and the sequences that have them, as bit masks."""
+        """Set positions of cells, and the sequences that have them: bit masks `sets`, one for all or for each."""
         self.pos[cells], self.sets[cells] = pos, sets
         self._ordered_cells.clear()
 
@@ -118,8 +118,9 @@ class CellTable:
     def line_inputs(
         self, seqs: Sequence[int], lines: int, prefix: str, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return inputs of a run: positions of all cells, and for each sequence a line of its cells' indices, or
-        without `flash` (fused attention) a line of all cells with 1 for its own."""
+        """Return inputs of a run, whose names begin with `prefix`: positions of all cells, and by sequence, in `lines`
+        lines, the indices of its cells and how many they are, or without `flash` (fused attention) 1 for its cells
+        among all."""
         if not flash:
             visible_cells = np.zeros((lines, len(self)), np.float32)
             for line, seq in enumerate(seqs):
@@ -164,7 +165,8 @@ class CellTable:
 
 
 def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:
-    """Return inputs of a run: the cells of scan states that each line, a sequence, reads and writes; -1: padding."""
+    """Return inputs of a run: for each of `lines` lines, one for a sequence, the cell of the scan state that it reads
+    (source) and the one that it writes (target); -1: padding."""
     padding = (0, lines - len(source))
     return {
         f"state_{name}": np.pad(cells, padding, constant_values=-1).astype(np.int32)
@@ -173,7 +175,7 @@ def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dic
 
 
 def pad_inputs(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
-    """Return inputs, i32, padded to a run of `size` tokens: the added tokens see nothing and write nothing."""
+    """Return inputs, i32, padded to `size` tokens, which belong to the last of `lines` lines, see and write nothing."""
     padding_values = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
     every = dict[str, np.ndarray]()
     for name, value in inputs.items():

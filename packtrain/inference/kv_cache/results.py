@@ -84,7 +84,8 @@ class RowResults:
         return cls(sampler_cuts)
 
     def inputs(self, rows: Sequence[int], num_rows: int, *, draws: bool) -> dict[str, np.ndarray]:
-        """Return inputs of a run with room for `num_rows` results: of tokens `rows`; if it `draws`, with settings."""
+        """Return inputs of a run with room for `num_rows` results: `rows`, indices of tokens with results, and if the
+        graph `draws`, the samplers' settings."""
         padded_rows = np.full(num_rows, -1, np.int32)
         padded_rows[: len(rows)] = rows
         if not draws:

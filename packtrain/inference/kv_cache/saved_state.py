@@ -103,7 +103,8 @@ class SavedSequences:
         cls, pools: CellPools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
         has_all_pools: bool = True,
     ) -> "SavedSequences":  # fmt: skip
-        """Return a copy of sequences' cells; without `has_all_pools` only of ring and states, which are reused."""
+        """Return a copy of sequences' cells (`leaves`: see leaf_names); without `has_all_pools` only of ring and
+        states, which are reused."""
         parts = dict[str, SavedCells]()
         for pool, pool_cells in pools.pools.items():
             if pool == "cell_" and not has_all_pools:
@@ -148,7 +149,8 @@ class SavedSequences:
     def _find_cells(
         self, pools: CellPools, pool: str, target_mask: int, to: Sequence[int]
     ) -> np.ndarray:
-        """Find a cell for each saved one of a pool, free once `target_mask`'s sequences are. Raises CacheFull."""
+        """Find a cell, i32, for each saved one of a pool, free once the sequences in the bit mask `target_mask` are
+        dropped; `to`: new numbers of the saved sequences. Raises CacheFull."""
         cells, part = pools.pools[pool], self.parts[pool]
         if pool == "ring_":
             pools.expire_ring(len(part.pos), target_mask)

@@ -72,8 +72,8 @@ def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
 def find_breakers(
     texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Return tokens that contain one of `texts`, at which `dry_penalty` ends repetitions, or end with its beginning;
-    each with the ids that complete the text."""
+    """Return {token id: one tuple of ids for each text} of tokens that contain one of `texts`, at which `dry_penalty`
+    ends repetitions, or end with its beginning; the ids complete the text: () if the token has all of it."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:

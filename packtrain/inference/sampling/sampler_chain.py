@@ -88,7 +88,7 @@ class Chain:
         return self._constraint is not None and self._constraint.over
 
     def cut(self, ahead: int = 0) -> SamplerCut:
-        """Return the cut for the token `ahead` places after the next: the graph gives logits, candidates or it."""
+        """Return how far the graph samples the token `ahead` after the next: to logits, candidates or the token."""
         if self.whole:
             return SamplerCut()
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)

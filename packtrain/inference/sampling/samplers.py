@@ -213,7 +213,7 @@ def temperature(c: Candidates, temp: float) -> Candidates:
 
 
 def dynamic_temperature(c: Candidates, temp: float, spread: float, exponent: float) -> Candidates:
-    """Apply a temperature from temp − spread to temp + spread: the greater the entropy, the higher (kalomaze)."""
+    """Apply a temperature from temp − spread to temp + spread, by (entropy / its maximum) ** exponent (kalomaze)."""
     if spread <= 0:
         return temperature(c, temp)
     if len(c.ids) <= 1:

@@ -100,7 +100,7 @@ class BlockCosts:
 
     @cached_property
     def strategies(self) -> list[InnerRanks]:
-        """All strategies on the Pareto front of saved bytes and added seconds, with their variants."""
+        """All strategies, (place, rank) pairs, on the Pareto front of saved bytes and added seconds, with variants."""
         return [s for point in self._middle.front for s in self._variants(point.places)]
 
     def _variants(self, kept_places: tuple[int, ...]) -> list[InnerRanks]:

@@ -139,8 +139,9 @@ def middle(
 def _live_nbytes(
     built: BuiltGraph, placed: Placed, num_parts: int, split: list[list[Call]], space: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `needed_nbytes` and `kept_nbytes` of the middle block's backward pass, see MiddleBlock. A step counts with
-    what it reads or writes, not with values for later steps or values that other blocks save."""
+    """Return `needed_nbytes` and `kept_nbytes` of the middle block's backward pass, see MiddleBlock; `split`: calls by
+    part of a block, see split_calls. A step counts with what it reads or writes, not with values for later steps or
+    values that other blocks save."""
     first_step, last_step = backward_steps(placed, built, num_parts)[1]
     steps, stored = placed.steps[first_step : last_step + 1], storage_lifetimes(placed, space)
     blocks = [inner_values(calls) for calls in split[2 * num_parts : 3 * num_parts]]

@@ -76,7 +76,8 @@ def _recompute_seconds(
 
 
 def _pareto(set_indices: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
-    """Return the indices on the Pareto front, at most MAX_SETS: its ends and the points farthest below neighbours."""
+    """Return those of `set_indices` on the Pareto front of `saved` bytes and seconds, both by set, at most MAX_SETS:
+    its ends and the points farthest below neighbours."""
     sorted_sets = set_indices[np.lexsort((seconds[set_indices], saved[set_indices]))]
     min_seconds = np.minimum.accumulate(seconds[sorted_sets])
     is_better = np.append(True, min_seconds[1:] < min_seconds[:-1] - 1e-12)

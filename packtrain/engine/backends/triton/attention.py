@@ -17,7 +17,8 @@ FACTORS = {"PRECISION": "tf32x3"}
 
 @triton.jit
 def query_offsets(queries, heads, width, M: tl.constexpr, D: tl.constexpr):
-    """Return a program's batch, query ids and element ids, and its head's offsets in (B, T, H, D) and (B, H, T)."""
+    """Return, for a program of M queries: its batch, query ids (M,), element ids (D,), and the offsets of its head's
+    first element in (B, `queries`, `heads`, `width`) and in (B, `heads`, `queries`)."""
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     query_ids, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     head_offset = (batch * queries * heads + head) * width
@@ -30,7 +31,8 @@ def visible_mask(
     batch, rows, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the mask (queries, keys) of the keys that a program's block of queries may attend to."""
+    """Return the mask (rows, key_ids) of which keys, by index, the program's queries `rows` may attend to; `queries`
+    and `keys` count all of them, the other arguments are those of ops.attention."""
     mask = (rows < queries)[:, None] & (key_ids < keys)[None, :]
     if HAS_POSITIONS:
         q_position = tl.load(q_pos + batch * queries + rows, mask=rows < queries, other=0)
@@ -53,7 +55,7 @@ def visible_mask(
 
 @triton.jit
 def read(x, row_ids, column_ids, num_rows, width, row_stride):
-    """Load a block of rows of x as f32 (rows, columns), with 0 outside the array."""
+    """Load x[row_ids, column_ids] as f32, 0 outside of (num_rows, width); rows begin `row_stride` elements apart."""
     mask = (row_ids < num_rows)[:, None] & (column_ids < width)[None, :]
     pointers = x + row_ids.to(tl.int64)[:, None] * row_stride + column_ids[None, :]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -64,7 +66,9 @@ def row_dot(
     x, y, x_ids, y_ids, x_count, y_count, width, x_step, y_step,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dot products (M, N) of rows of x and of y, SLICE elements at a time: more do not fit into registers."""
+    """Return dot products (M, N) of rows x_ids of x and y_ids of y, SLICE elements at a time: more do not fit into
+    registers. x and y have x_count and y_count rows of `width` elements, which begin x_step and y_step elements apart.
+    """
     z = tl.zeros((M, N), tl.float32)
     for d_start in tl.static_range(0, D, min(D, SLICE)):
         d = d_start + tl.arange(0, min(D, SLICE))
@@ -86,7 +90,7 @@ def masked_scores(products, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _store_results(y, lse, output, row_max, row_sum, rows, d, queries, width, row_stride):
-    """Write a block's results (output / row_sum) and log-sum-exps; both are 0 for a query that sees no key."""
+    """Write output / row_sum (rows, d) to y and log-sum-exps to lse; both are 0 for a query that sees no key."""
     is_empty = row_sum == 0
     safe_sum = tl.where(is_empty, 1.0, row_sum)
     to = y + rows.to(tl.int64)[:, None] * row_stride + d[None, :]
@@ -176,7 +180,7 @@ def _score_grads(
     q, k, v, dy, sums, lse, rows, key_ids, mask, queries, keys, heads, kv, width, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's probabilities (queries, keys), and the gradients of the products q k^T."""
+    """Return a tile's probabilities (rows, key_ids), and gradients of its q k^T; `sums`: sum(dy * y) by query."""
     sizes = queries, keys, width, heads * width, kv * width
     z, cap_slope = masked_scores(
         row_dot(q, k, rows, key_ids, *sizes, M, N, D, PRECISION), mask, scale, softcap, HAS_SOFTCAP

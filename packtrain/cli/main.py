@@ -271,10 +271,8 @@ class _HelpAllAction(argparse.Action):
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Accepts only full option names, so that a new option never changes what an old script means.
-
-    An error is one line and suggests the closest name. Where `common` names settings, --help shows these alone.
-    """
+    """Accepts only full option names, so that a new option never changes what an old script means. An error is one line
+    and suggests the closest name. Where `common` names settings, --help shows these alone."""
 
     common: Sequence[str] = ()
     groups: Sequence[str] = ()

@@ -58,10 +58,8 @@ class PlanTune(PlanOutputs, TuneSettings):
 
 
 def run(settings: PlanTrain | PlanTune) -> int:
-    """Print the plan and write the requested files. Raises InputError.
-
-    If no plan fits, uses the smallest one and raises DoesNotFit.
-    """
+    """Print the plan and write the requested files. Raises InputError. If no plan fits, uses the smallest one and
+    raises DoesNotFit."""
     output_paths = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
     for name, path in output_paths.items():
         if path is not None:

@@ -30,11 +30,9 @@ def flags() -> frozenset[str]:
 
 @contextmanager
 def debug(text: str) -> Iterator[None]:
-    """`with debug("nan,poison"):` turns debugging flags (see FLAGS) on for the block, in this thread.
-
-    Executors follow the flags when they are created and when they run: `nan` stops at a value that is not finite,
-    `poison` fills unused bytes with NaN.
-    """
+    """`with debug("nan,poison"):` turns debugging flags (see FLAGS) on for the block, in this thread. Executors follow
+    the flags when they are created and when they run: `nan` stops at a value that is not finite, `poison` fills unused
+    bytes with NaN."""
     token = _flags_override.set(_parse(text))
     try:
         yield

@@ -28,11 +28,9 @@ fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """`with atomic_path(path) as temp_path:` temp_path replaces `path` when the block succeeds.
-
-    If the block raises or the process dies, the old file stays. The new file keeps the old one's owner and permissions.
-    A symlink stays a symlink: its target is replaced. The block must sync the file.
-    """
+    """`with atomic_path(path) as temp_path:` temp_path replaces `path` when the block succeeds. If the block raises or
+    the process dies, the old file stays. The new file keeps the old one's owner and permissions. A symlink stays a
+    symlink: its target is replaced. The block must sync the file."""
     path = Path(path).resolve()
     temp_path, old_stat = _temp_path_of(path), path.stat() if path.exists() else None
     if old_stat is not None and not path.is_file():
@@ -136,10 +134,8 @@ class _TempFile(io.FileIO):
 
 
 def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
-    """Start writing a range of a file to the disk while more is produced, so that syncing is quick at the end.
-
-    Where pages are limited, those before the range leave memory, once they are on the disk.
-    """
+    """Start writing a range of a file to the disk while more is produced, so that syncing is quick at the end. Where
+    pages are limited, those before the range leave memory, once they are on the disk."""
     if sys.platform == "linux":
         sync, descriptor = (
             getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0),
@@ -169,8 +165,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_writable(path: str | Path | None, field: str) -> None:
-    """Raise InputError, which names the setting `field`, if no file can be written at `path`; checked before the work.
-    """
+    """Raise InputError, which names the setting `field`, if no file can be written at `path`; checked before the work."""
     if path is None:
         return
     path = Path(path)
@@ -217,8 +212,8 @@ def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
 
 
 def check_output(output: Path, field: str, read: Iterable[Path | None], overwrite: bool) -> None:
-    """Raise InputError, naming setting `field`, if `output` cannot be written, is in `read`, or exists without
-    --overwrite."""
+    """Raise InputError, naming the setting `field`, if `output` cannot be written, is one of the files `read`, or
+    exists without --overwrite."""
     check_writable(output, field)
     check_not_read(output, field, read)
     if output.exists() and not overwrite:

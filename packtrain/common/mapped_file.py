@@ -109,10 +109,8 @@ page_budget = ContextVar[PageBudget | None]("page_budget", default=None)  # None
 
 @contextmanager
 def limited_pages(limit: int | PageBudget | None) -> Iterator[None]:
-    """`with limited_pages(n):` keeps at most n bytes of mapped files in memory; None leaves that to the system.
-
-    Raises InputError where the system does not let go of pages.
-    """
+    """`with limited_pages(n):` keeps at most n bytes of mapped files in memory; None leaves that to the system. Raises
+    InputError where the system does not let go of pages."""
     if limit is not None and sys.platform != "linux":
         raise InputError("--resident: only Linux lets a process give back pages of a file")
     outer_budget = page_budget.set(PageBudget(limit) if isinstance(limit, int) else limit)
@@ -170,9 +168,7 @@ def pages_within(
 @contextmanager
 def passing_pages(array: np.ndarray) -> Iterator[None]:
     """`with passing_pages(array):` asks for an array's pages, and gives back those that no window keeps in memory.
-
-    Nothing happens where pages are not limited, or if the array is no view of a file.
-    """
+    Nothing happens where pages are not limited, or if the array is no view of a file."""
     budget, file = page_budget.get(), mapped_file(array)
     if budget is None or file is None:
         yield

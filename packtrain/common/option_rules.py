@@ -51,8 +51,8 @@ def _changed_values(settings: Any) -> dict[str, Any]:
 
 
 def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> bool | None:
-    """Return whether a setting, property or fact is on, or has one of `values` (a|b), if given; None if it is unknown.
-    """
+    """Return whether a setting, property or fact is on, or has one of `values`, such as "a|b", if there are some; None
+    if it is unknown."""
     if name not in facts and not hasattr(settings, name):
         return None
     value = facts[name] if name in facts else getattr(settings, name)

@@ -104,10 +104,8 @@ def resumable_names(cls: type, *kinds: bool | str) -> frozenset[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
-    """Add `--config FILE` and the flags of a settings class to a parser; returns the headings of their groups.
-
-    The parsed namespace has only the flags on the command line, as text; `from_flags` checks them.
-    """
+    """Add `--config FILE` and the flags of a settings class to a parser; returns the headings of their groups. The
+    parsed namespace has only the flags on the command line, as text; `from_flags` checks them."""
     types_, fields = _hints(cls), _fields(cls)
     parser.add_argument(
         "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
@@ -179,11 +177,9 @@ def variables(cls: type) -> dict[str, "dataclasses.Field[Any]"]:
 
 
 def add_variables(namespace: argparse.Namespace, cls: type) -> dict[str, str]:
-    """Add settings from environment variables that the command line lacks; returns the variable by each of its flags.
-
-    A value is what would follow the flag; true, yes, on or 1, and false, no, off or 0, turn on and off; a YAML list in
-    brackets gives several values. An empty variable counts as unset.
-    """
+    """Add settings from environment variables that the command line lacks; returns the variable by each of its flags. A
+    value is what would follow the flag; true, yes, on or 1, and false, no, off or 0, turn on and off; a YAML list in
+    brackets gives several values. An empty variable counts as unset."""
     variable_by_flag = dict[str, str]()
     for variable, field in variables(cls).items():
         text: Any = os.environ.get(variable, "")

@@ -9,10 +9,8 @@ from types import FrameType
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """`with stop_on_interrupt() as should_stop:` should_stop() is true after Ctrl-C, or a notebook's stop button.
-
-    In other threads than the main one should_stop() is never true.
-    """
+    """`with stop_on_interrupt() as should_stop:` should_stop() is true after Ctrl-C, or a notebook's stop button. In
+    other threads than the main one should_stop() is never true."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

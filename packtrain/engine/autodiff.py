@@ -52,11 +52,9 @@ def differentiate_twice(
     first_sink: GradientSink, sink: GradientSink, inner: Gradients | None = None,
 ) -> None:  # fmt: skip
     """Pass each tensor of `wrt` and its gradient to two sinks; gradients for `repeated_wrt` are computed twice.
-
     `first_sink` gets every gradient in a first backward pass, to measure their norm. Afterwards `sink` gets all
     gradients once more, but for `repeated_wrt` from a second pass that starts at the gradients of `frontier`, so that
-    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`.
-    """
+    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`."""
     calls, active, seed = _validate(loss, wrt)
     last_serial = max(t.call.serial for t in frontier if t.call is not None)
     prefix = [call for call in calls if call.serial <= last_serial]

@@ -308,11 +308,9 @@ class Executor:
         self, inputs: Mapping[str, Any] | None = None, *, stop: StopCheck = None, only: Names = None
     ) -> dict[str, np.ndarray]:
         """Run once; return copies of all outputs, or of those in `only`. A true `stop()` before a step raises Stopped.
-
-        Raises RunError if inputs or weights are missing or another run is in progress. A step that fails after
-        updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache do not count as
-        updates, because they can be written again.
-        """
+        Raises RunError if inputs or weights are missing or another run is in progress. A step that fails after updates
+        have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache do not count as updates,
+        because they can be written again."""
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs or {})
             if self.window:

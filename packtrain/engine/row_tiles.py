@@ -134,9 +134,8 @@ def _backward_graph(
 def _with_sums(
     body: TileBody, names: Mapping[Tensor, str], gradients: Mapping[Tensor, Tensor]
 ) -> Graph:
-    """Return the graph of gradients by leaf, with these names: of rows as outputs, of wholes added to states.
-
-    Attention adds gradients of all keys and values to the states itself: a tile has no others of their size."""
+    """Return the graph of gradients by leaf, with these names: of rows as outputs, of wholes added to states. Attention
+    adds gradients of all keys and values to the states itself: a tile has no others of their size."""
     fresh, first_fresh = input("fresh", ()), input("fresh.0", ())
     totals = {t: state(names[t], t.shape, role="sum") for t in gradients if t in body.wholes}
     num_uses, own_totals = Counter(gradients.values()), dict[Tensor, Tensor]()

@@ -113,11 +113,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tensor:
-    """A symbolic value: immutable, compared by identity, named at most once (see `named`).
-
-    A leaf has a `kind`, and a `role` if its value outlives a run; any other tensor is result `index` of its `call`. A
-    view, and the new handle that a writing op returns, share the bytes of `base`.
-    """
+    """A symbolic value: immutable, compared by identity, named at most once (see `named`). A leaf has a `kind`, and a
+    `role` if its value outlives a run; any other tensor is result `index` of its `call`. A view, and the new handle
+    that a writing op returns, share the bytes of `base`."""
 
     spec: Spec
     strides: Shape

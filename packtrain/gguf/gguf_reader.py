@@ -18,11 +18,9 @@ PART_INDEX_KEY, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count
 
 
 class GGUF:
-    """An open file: `metadata` by key, `entries` by tensor name; `array(name)` maps a tensor without a copy.
-
-    All parts of a split file are open; `metadata` and `path` are those of the first part.
-    Raises GGUFError for anything invalid; nothing is allocated by a count that the file could not hold.
-    """
+    """An open file: `metadata` by key, `entries` by tensor name; `array(name)` maps a tensor without a copy. All parts
+    of a split file are open; `metadata` and `path` are those of the first part. Raises GGUFError for anything invalid;
+    nothing is allocated by a count that the file could not hold."""
 
     def __init__(self, path: str | Path) -> None:
         self._parts = _open_parts(Path(path))

@@ -113,9 +113,7 @@ def _tensor_pieces(name: str, t: DeferredTensor) -> Iterator[memoryview]:
 
 def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbytes: int) -> None:
     """Write pieces while the next ones are made; if nothing may wait, a tensor is written before the next begins.
-
-    Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked.
-    """
+    Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked."""
     piece_queue, written_queue = PieceQueue(), WrittenQueue()
     if max_pending_nbytes > 0:
         # glibc keeps freed memory for blocks smaller than the largest one freed: parts then reuse it

@@ -135,8 +135,8 @@ class GenerationLimits:
     loop_tokens: int = 0
 
     def end_reason(self, ids: Sequence[int], is_chain_over: bool, is_full: bool) -> str:
-        """Return why a reply with these tokens ends now, or ""; is_chain_over: its grammar has ended; is_full: no room.
-        """
+        """Return why a reply with these tokens ends now, such as "count", or "" if it goes on; `is_chain_over`: its
+        grammar allows no more tokens; `is_full`: the context has no room for more."""
         if self.is_interrupted():
             return "interrupted"
         if is_chain_over:
@@ -149,12 +149,10 @@ class GenerationLimits:
 
 
 def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
-    """Return whether the end of a text repeats itself.
-
-    A piece of text stands there at least LOOP_REPEATS times in a row, over at least `min_tokens` tokens; or nearly all
-    runs of LOOP_NGRAM tokens among the last LOOP_WINDOW have stood there before: a loop with a stumble now and then.
-    Short repetitions are no loops, nor are lists and tables of which a word in each row differs.
-    """
+    """Return whether the end of a text repeats itself. A piece of text stands there at least LOOP_REPEATS times in a
+    row, over at least `min_tokens` tokens; or nearly all runs of LOOP_NGRAM tokens among the last LOOP_WINDOW have
+    stood there before: a loop with a stumble now and then. Short repetitions are no loops, nor are lists and tables of
+    which a word in each row differs."""
     for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
         loop_start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
         if (
@@ -181,12 +179,10 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
 
 
 class Reply:
-    """The model's reply to a prompt; iterate over the reply for pieces of text as they are complete.
-
-    Afterwards `end_reason` is end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading` and
-    `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most
-    `draft_max` at once, and those that were right.
-    """
+    """The model's reply to a prompt; iterate over the reply for pieces of text as they are complete. Afterwards
+    `end_reason` is end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading` and `writing` the
+    speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most `draft_max` at
+    once, and those that were right."""
 
     def __init__(
         self, generator: Generator, tokenizer: Tokenizer, prompt: Sequence[int], sampling: Sampling, seed: int,

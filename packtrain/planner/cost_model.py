@@ -57,8 +57,8 @@ class BackendRates:
         return self.backend_rates.get(backend, self)
 
     def with_data_shares(self, attended: float, targets: float = 1.0) -> "BackendRates":
-        """Return the rates if attention computes only the share `attended`, the loss `targets`, as masks hide the rest.
-        """
+        """Return the rates for data of which attention computes only the share `attended`, and the loss the share
+        `targets`, as masks hide the rest."""
         peers = {n: r.with_data_shares(attended, targets) for n, r in self.backend_rates.items()}
         return replace(self, attended_share=attended, target_share=targets, backend_rates=peers)
 

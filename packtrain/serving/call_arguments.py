@@ -45,10 +45,8 @@ def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
 
 
 def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
-    """Parse the keyword arguments of a Python call, from offset `pos` on; None if they cannot be read.
-
-    Strings end where a comma or the end follows: quotes within them are as they are.
-    """
+    """Parse the keyword arguments of a Python call, from offset `pos` on; None if they cannot be read. Strings end
+    where a comma or the end follows: quotes within them are as they are."""
     arguments, key_pattern = dict[str, Any](), re.compile(r"\s*(\w+)\s*=\s*")
     while (key_match := key_pattern.match(text, pos)) is not None:
         quote, pos = text[key_match.end() : key_match.end() + 1], key_match.end()

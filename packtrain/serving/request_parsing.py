@@ -53,9 +53,7 @@ def parse_job(
 
 def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int) -> GenerationJob:
     """Return a job that reports the `shown` likeliest tokens with each token; of all `answers`, at most MOST_TOLD in
-    all.
-
-    Raises InputError if these are too many to keep."""
+    all. Raises InputError if these are too many to keep."""
     if shown is None:
         return job
     top = max(shown, 1)

@@ -186,9 +186,8 @@ class Server:
     def render_prompt(
         self, conversation: Conversation, variables: dict[str, Any], has_start: bool = True
     ) -> str:
-        """Render a conversation with `variables` of its template, and the beginning of an answer if `has_start`.
-        Raises InputError.
-        """
+        """Render a conversation with `variables` of its template, and the beginning of an answer if `has_start`. Raises
+        InputError."""
         variables = answer_variables(self.thinks) | variables
         with self._render_lock:  # one child renders
             return self.renderer.prompt(conversation, variables, has_start)
@@ -226,9 +225,7 @@ class Server:
 
     def embed(self, texts: Sequence[Sequence[int]], norm: int = 2) -> list[np.ndarray]:
         """Return the vector (C,) of each text, normalized by `norm`; with pooling none its tokens' (T, C), as they are.
-
-        Raises HttpRefusal, InputError.
-        """
+        Raises HttpRefusal, InputError."""
         embedder = self.embedder
         if embedder is None:
             raise missing_flag("embeddings", "--embeddings")

@@ -40,12 +40,10 @@ def later() -> None:
 
 
 class Backend(Protocol):
-    """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
-
-    Only the backend looks inside its buffers and arrays. Work may be under way when a call returns, but `read`,
-    `fetch`, `window` and `all_finite` wait for it; the values passed to `write` may change at once. Child processes get
-    backends pickled.
-    """
+    """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order. Only the
+    backend looks inside its buffers and arrays. Work may be under way when a call returns, but `read`, `fetch`,
+    `window` and `all_finite` wait for it; the values passed to `write` may change at once. Child processes get backends
+    pickled."""
 
     @property
     def name(self) -> str: ...

@@ -61,8 +61,7 @@ def call_dependencies(graph: Graph) -> CallDependencies:
 def depth_first(
     needs: CallDependencies, roots: list[int], arrange: Callable[[list[int]], list[int]]
 ) -> list[int]:
-    """Return call indices so that each call follows those it needs; `arrange` sorts the roots, and what a call needs.
-    """
+    """Return call indices so that each call follows those it needs; `arrange` sorts the roots, and a call's needs."""
     order, done_calls = list[int](), set[int]()
     stack = [(i, False) for i in reversed(arrange(roots))]
     while stack:

@@ -20,12 +20,10 @@ class PlanError(AssertionError):
 
 
 def verify(plan: Plan, placed: Placed) -> None:
-    """Raise PlanError unless every read of a run sees the bytes that were written for it.
-
-    Checked at each step: inputs are still whole; results and workspace lie inside the arena, aligned, apart from
-    each other and from the inputs, unless the op may overwrite that input and it is not read later. Steps between two
-    barriers may run in parallel: no step touches what another writes, unless one needs the other's result.
-    """
+    """Raise PlanError unless every read of a run sees the bytes that were written for it. Checked at each step: inputs
+    are still whole; results and workspace lie inside the arena, aligned, apart from each other and from the inputs,
+    unless the op may overwrite that input and it is not read later. Steps between two barriers may run in parallel: no
+    step touches what another writes, unless one needs the other's result."""
     plan.check_belongs(placed)
     _PlanReplay(plan, placed).run()
 

@@ -167,7 +167,8 @@ def in_tiles(precision: str, num_columns: int) -> bool:
 
 
 def head_chunk_rows(v: int, c: int, n: int, chunk: int, is_tiled: bool) -> int:
-    """Return the rows of a chunk, `chunk` or all n; with tiles more, in the room of logits (v wide; x is c wide)."""
+    """Return the rows of a chunk: `chunk`, but at most n; with tiles more, as far as the room that saved logits would
+    take allows. v: vocabulary, c: columns of x."""
     if is_tiled:
         chunk = min(chunk * min(MAX_TILED_CHUNKS, 1 + v // ((parts(v) + 1) * max(c, 1))), MOST_ROWS)
     return max(min(chunk, n), 1)

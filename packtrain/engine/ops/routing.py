@@ -257,7 +257,8 @@ def _gate_and_up(
     x: Tensor, expert: Tensor, w: Mapping[str, Tensor | None], biases: Mapping[str, Tensor],
     low: Mapping[str, Low],
 ) -> list[Tensor]:  # fmt: skip
-    """Return rows x times gate and up matrices of their `expert` (N,), (N, F) each; w, biases, low: by matrix name."""
+    """Return the products (N, F) of rows x (N, C) with the gate and up matrices of their experts, `expert` (N,) i32; w,
+    biases and low have tensors by matrix name; without up, w's gate holds its rows, too."""
     products = [
         product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None
     ]
@@ -310,8 +311,7 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
-    """Return x @ w.T, or rows times their `expert`'s matrix of w, plus bias and adapter `low` (A, B, scale, dropout).
-    """
+    """Return x @ w.T, or rows times their `expert`'s matrix, plus bias and adapter `low` (A, B, scale, dropout)."""
     multiply: Callable[..., Tensor] = matmul_id if expert else matmul
     y = multiply(x, w, *expert)
     if bias is not None:

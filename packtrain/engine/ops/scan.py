@@ -13,7 +13,8 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def head_sizes(x, by_head, groups, width):
-    """Return (H, P): heads, the last axis of `by_head`, and values of each in x (..., H P + 2 G `width`)."""
+    """Return (H, P): the number of heads, the last axis of `by_head` (..., H), and of values of a head, which x (..., H
+    P + 2 G N) has; N is `width`."""
     heads = by_head.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
@@ -38,8 +39,7 @@ def check_heads(x: Tensor, groups: int, width: int, **by_head: Tensor) -> int:
 
 
 def scan_cost(num_products, result_index=0):
-    """Return a cost rule: num_products * N for each value of the rule's argument `result_index` (0: the op's result).
-    """
+    """Return a cost rule: num_products * N for each value of the rule's argument `result_index` (0: the result)."""
     return lambda *args, width, **attrs: Cost(
         {"attend": num_products * math.prod(args[result_index].shape) * width}
     )

@@ -22,8 +22,7 @@ def _out(n: int, k: int, stride: int, pad: int, dilation: int = 1) -> int:
 def check(
     x: Tensor | Spec, window: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair = (1, 1)
 ) -> Pair:
-    """Check attributes of windows over x, pairs (down, across), for a shape rule; return the result's height and width.
-    """
+    """Check attributes of windows over x, pairs (down, across), for a shape rule; return height and width of y."""
     require(x.dtype == f32 and len(x.shape) == 4, f"x is {x}; it must be f32[N, C, H, W]")
     for name, axis_pair, min_value in (
         ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),

@@ -23,11 +23,9 @@ i8 = DTYPES["i8"]
 
 @dataclass(frozen=True, slots=True)
 class AdamW8bit(AdamW):
-    """AdamW with blockwise quantized moments. Dettmers et al. 2021, arXiv 2110.02861.
-
-    The second moment v is stored as its quantized root, which spans half as many decades: with gradients of four
-    decades in a block, weights end 6 % away from those with moments in f32; with v itself quantized, 17 % away.
-    """
+    """AdamW with blockwise quantized moments. Dettmers et al. 2021, arXiv 2110.02861. The second moment v is stored as
+    its quantized root, which spans half as many decades: with gradients of four decades in a block, weights end 6 %
+    away from those with moments in f32; with v itself quantized, 17 % away."""
 
     name: ClassVar[str] = "adamw8bit"
     note: ClassVar[str] = "keeps AdamW's moments in 8 bits, a quarter of their bytes"
@@ -70,8 +68,7 @@ def decode(lib, codes, scale, levels):
 
 
 def encode(lib, values, limits):
-    """Return signed codes of values (B, 256) by `limits`, see code_table, and block's scales (B,), the largest sizes.
-    """
+    """Return signed codes of values (B, 256) by `limits`, see code_table, and blocks' scales (B,), largest sizes."""
     largest = lib.amax(lib.abs(values), -1)
     units = values / (largest + (largest == 0))[:, None]
     return lib.sign(values) * lib.searchsorted(limits, lib.abs(units)), largest

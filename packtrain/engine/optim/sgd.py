@@ -59,10 +59,8 @@ def hyper_number(hyper: Tensor, index: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """Gradient descent with decoupled decay of tensors with some axes; without momentum it has no state.
-
-    With a momentum of u, steps go along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD.
-    """
+    """Gradient descent with decoupled decay of tensors with some axes; without momentum it has no state. With a
+    momentum of u, steps go along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD."""
 
     name: ClassVar[str] = "sgd"
     note: ClassVar[str] = "keeps no moments and needs less memory"

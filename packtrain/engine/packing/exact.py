@@ -212,8 +212,8 @@ class _PackingPart:
 
 
 def run_until(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
-    """Call `run_search` in a thread; when the clock is over, stop it by limits[1] = 1, which it reads. Return status.
-    """
+    """Call `run_search` in a thread; stop it when the clock is over, by limits[1] = 1, which it reads. Return its
+    status, such as exact.SOLVED."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run_search)
         try:

@@ -235,7 +235,7 @@ def skyline(
 def _compiled_offsets(
     orders: Iterable[tuple[Packer, tuple[Ints, ...]]], lives: Ints, clock: SearchClock
 ) -> Iterator[Ints]:
-    """Yield offsets of `lives` (n, 3), start, end, size, by each (heuristic, sort keys), in parallel, until time is
+    """Yield offsets of `lives` (n, 3), start, end, size, by each (heuristic, sort keys), in parallel, until time runs
     out."""
     jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
@@ -257,8 +257,8 @@ def _compiled_offsets(
 def run_compiled(
     name: str, lives: Ints, order: Ints, limits: Ints, clock: SearchClock
 ) -> Ints | None:
-    """Run heuristic `name` on `lives` (n, 3), start, end, size, in `order`; return offsets, None if limits[1] stops it.
-    """
+    """Run the compiled heuristic `name` on `lives` (n, 3), start, end, size, in this order of buffers; return offsets,
+    or None if it was stopped by limits[1] = 1."""
     by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
     positions = np.empty_like(by)
     positions[by] = np.arange(len(by))

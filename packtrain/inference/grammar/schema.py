@@ -59,11 +59,9 @@ def schema_to_lark(schema: Any) -> str:
 
 
 def locate_fault(schema: Any, fault: str, build: Callable[[Any], object]) -> str:
-    """Return a message with the property and keyword that make `build` refuse a schema; takes the schema apart.
-
-    Removes keyword after keyword until `build` accepts the rest: the fault is in the one removed last, which is
-    searched likewise. fault: the message about the whole schema.
-    """
+    """Return a message with the property and keyword that make `build` refuse a schema; takes the schema apart. Removes
+    keyword after keyword until `build` accepts the rest: the fault is in the one removed last, which is searched
+    likewise. fault: the message about the whole schema."""
     node, is_names, names, keyword = schema, False, list[str](), ""
     for _ in range(MAX_FAULT_LEVELS):
         keys = sorted(node, key=CONTEXT_KEYWORDS.__contains__) if isinstance(node, dict) else []
@@ -143,8 +141,7 @@ def _rebase(schema: Any, pointer: str, has_names: bool = False) -> Any:
 
 
 def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
-    """Return a schema, at path `at`, without keywords that no grammar can enforce; adds their paths to `unsupported`.
-    """
+    """Return a schema, at path `at`, without keywords that no grammar can enforce; adds paths to `unsupported`."""
     if isinstance(schema, list):
         return [loosened(subschema, unsupported, at) for subschema in schema]
     if not isinstance(schema, dict):
@@ -182,9 +179,7 @@ def _can_repeat_names(min_count: Any, names: Any) -> bool:
 
 def automaton_pattern(pattern: str) -> str:
     """Convert an ECMA-262 pattern to llguidance's syntax, in which escapes of white space mean other characters.
-
-    llguidance adds a quote and a backslash to sets of all control characters, so that sets without these lose NUL.
-    """
+    llguidance adds a quote and a backslash to sets of all control characters, so that sets without these lose NUL."""
     return re.sub(
         r'\\.|\[\^(?=[^\]]*["\\])', lambda part: REPLACED_PARTS.get(part[0], part[0]), pattern
     )
@@ -223,10 +218,8 @@ class _SchemaCloser:
 
     def closed(self, schema: Any, is_merged: bool = False) -> Any:
         """Return a schema with closed objects; `is_merged`: it is part of another schema, which is closed as a whole.
-
         Objects without additionalProperties are closed, or a model would write on without end. Closed one by one, the
-        parts of an allOf, anyOf or $ref would forbid each other's properties.
-        """
+        parts of an allOf, anyOf or $ref would forbid each other's properties."""
         if not isinstance(schema, dict):
             return schema
         if limit := FORMAT_LIMITS.get(schema.get("format")):

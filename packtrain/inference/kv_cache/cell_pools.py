@@ -281,9 +281,7 @@ class CellPools:
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1
     ) -> dict[str, CellMove]:
         """Change positions of a sequence to pos // divisor + by, dropping those below 0; returns moves to run, by pool.
-
-        Cells that other sequences have, too, are copied first. The run of the moves also rotates keys.
-        """
+        Cells that other sequences have, too, are copied first. The run of the moves also rotates keys."""
         at_least(-MAX_POSITION, by=by)
         at_least(1, divisor=divisor)
         if max(self.all.next(seq) + by, by, divisor) > MAX_POSITION:

@@ -322,10 +322,8 @@ class Context:
         return saved_state.pack_state(saved_sequences, self._origin)
 
     def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
-        """Restore sequences that `save` saved, as the sequences `seqs`; None: as those with the saved numbers.
-
-        Raises ContextError for damaged or foreign states, CacheFull if they do not fit; nothing has changed then.
-        """
+        """Restore sequences that `save` saved, as the sequences `seqs`; None: as those with the saved numbers. Raises
+        ContextError for damaged or foreign states, CacheFull if they do not fit; nothing has changed then."""
         saved_sequences = saved_state.unpack_state(
             state, self._origin, saved_state.views(self.pools, self._leaf_names, self._session)
         )

@@ -56,14 +56,16 @@ class CellTable:
         return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
     def free_cells(self, seq: int, freed: int = 0) -> np.ndarray:
-        """Return cells that `seq` may take: those that no sequence has, but for sequences of the bit mask `freed`."""
+        """Return cells that sequence `seq` may take: those that no sequence has, or none but the sequences in the bit
+        mask `freed`, which are about to be dropped."""
         if self.num_parts == 1:
             return np.flatnonzero(self.sets & ~freed == 0)
         size = len(self) // self.num_parts
         return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~freed == 0)
 
     def find_free_cells(self, seqs: np.ndarray, freed: int = 0) -> np.ndarray:
-        """Return a cell for each of `seqs`, i32, free once the bit mask `freed` of sequences goes. Raises CacheFull."""
+        """Return a free cell, i32, for each of `seqs` (one for each token), as if the sequences in the bit mask `freed`
+        had none. Raises CacheFull."""
         if self.num_parts == 1:
             return self._first_free_cells(len(seqs), 0, freed)
         cells = np.empty(len(seqs), np.int32)

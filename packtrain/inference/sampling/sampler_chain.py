@@ -61,10 +61,8 @@ class Chain:
         self, sampling: Sampling, seed: int = 0, recent: Iterable[int] = (), breakers: Breakers | None = None,
         constraint: Constraint | None = None, infill_tokens: InfillTokens = (lambda id: b"", ()),
     ) -> None:  # fmt: skip
-        """Create a chain. `infill_tokens`: the text of a token, and ids that end a gap. Raises InputError.
-
-        recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`
-        """
+        """Create a chain. `infill_tokens`: the text of a token, and ids that end a gap. Raises InputError. recent:
+        tokens before the first one chosen; breakers: of DRY, see `find_breakers`"""
         self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling
         self.seed, self.index = seed, 0
@@ -95,9 +93,7 @@ class Chain:
 
     def choose(self, result: SamplerInput) -> int:
         """Choose the next token from logits, candidates or a token drawn in the graph; of equal logits the lowest id.
-
-        Raises InputError if a logit is not finite.
-        """
+        Raises InputError if a logit is not finite."""
         if isinstance(result, np.ndarray):
             return self._draw_next(self._allowed(result), len(result))
         if isinstance(result, Candidates):

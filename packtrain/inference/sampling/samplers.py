@@ -109,10 +109,8 @@ def top_k(c: Candidates, max_tokens: int) -> Candidates:
 
 
 def top_p(c: Candidates, p: float) -> Candidates:
-    """Keep the likeliest tokens until their probabilities add up to p or more, at least one; 1 keeps all.
-
-    Nucleus sampling, Holtzman et al. 2020.
-    """
+    """Keep the likeliest tokens until their probabilities add up to p or more, at least one; 1 keeps all. Nucleus
+    sampling, Holtzman et al. 2020."""
     if p >= 1:
         return c
     c = ranked(c)
@@ -127,10 +125,8 @@ def min_p(c: Candidates, p: float) -> Candidates:
 
 
 def top_n_sigma(c: Candidates, n: float) -> Candidates:
-    """Keep logits ≥ max − n · std of the finite ones; n ≤ 0 keeps all (top-nσ, Tang et al. 2024).
-
-    llama.cpp keeps dropped tokens with a logit of -inf: typical sampling then computes 0 · log 0, and dynamic
-    temperature counts them.
+    """Keep logits ≥ max − n · std of the finite ones; n ≤ 0 keeps all (top-nσ, Tang et al. 2024). llama.cpp keeps
+    dropped tokens with a logit of -inf: typical sampling then computes 0 · log 0, and dynamic temperature counts them.
     """
     if n <= 0 or len(c.ids) <= 1:
         return c
@@ -140,9 +136,7 @@ def top_n_sigma(c: Candidates, n: float) -> Candidates:
 
 def typical(c: Candidates, p: float) -> Candidates:
     """Keep tokens with the least |−log p − entropy| until their probabilities add up to more than p; 1 keeps all.
-
-    Locally typical sampling, Meister et al. 2022.
-    """
+    Locally typical sampling, Meister et al. 2022."""
     if p >= 1:
         return c
     c = ranked(c)
@@ -154,10 +148,8 @@ def typical(c: Candidates, p: float) -> Candidates:
 
 
 def tail_free(c: Candidates, z: float) -> Candidates:
-    """Keep tokens until their normalized absolute second differences add up to more than z; 1 keeps all.
-
-    Where the slope of the sorted probabilities stops changing, the tail begins (Phénix and Egan 2019).
-    """
+    """Keep tokens until their normalized absolute second differences add up to more than z; 1 keeps all. Where the
+    slope of the sorted probabilities stops changing, the tail begins (Phénix and Egan 2019)."""
     if z >= 1 or len(c.ids) <= 2:
         return c
     c = ranked(c)
@@ -181,11 +173,9 @@ def xtc(
 
 
 def infill(c: Candidates, piece: Callable[[int], bytes], end_ids: Sequence[int]) -> Candidates:
-    """Keep tokens of a gap, of the 128 likeliest, if they are much likelier than its end: llama.cpp's sampler.
-
-    A token and those that begin with it count as the likeliest of them. `end_ids`: tokens that end the gap, the first
-    of which stands for all where no other token has a probability of 0.2.
-    """
+    """Keep tokens of a gap, of the 128 likeliest, if they are much likelier than its end: llama.cpp's sampler. A token
+    and those that begin with it count as the likeliest of them. `end_ids`: tokens that end the gap, the first of which
+    stands for all where no other token has a probability of 0.2."""
     c = top_k(c, MAX_INFILL_CANDIDATES)
     probs, is_end = probabilities(c.logits), np.isin(c.ids, end_ids)
     end_prob = float(probs[is_end].sum())
@@ -225,10 +215,8 @@ def dynamic_temperature(c: Candidates, temp: float, spread: float, exponent: flo
 
 
 def token_rng(seed: int, index: int) -> np.random.Generator:
-    """Create the random generator of token `index`: counter-based, independent of other tokens' draws.
-
-    Results then depend on seed and index, not on how the text was split.
-    """
+    """Create the random generator of token `index`: counter-based, independent of other tokens' draws. Results then
+    depend on seed and index, not on how the text was split."""
     return np.random.Generator(np.random.Philox(key=seed, counter=index))
 
 
@@ -243,10 +231,8 @@ SLOPE_TOKENS = 100  # tokens from which the slope is estimated
 
 
 def mirostat(c: Candidates, mu: float, vocab_size: int) -> Candidates:
-    """Keep the k likeliest tokens, k from mu and the slope s of a Zipf law, estimated from the likeliest ones.
-
-    Mirostat keeps the surprise of a text near a target (Basu et al. 2020): `update_mu` follows each drawn token.
-    """
+    """Keep the k likeliest tokens, k from mu and the slope s of a Zipf law, estimated from the likeliest ones. Mirostat
+    keeps the surprise of a text near a target (Basu et al. 2020): `update_mu` follows each drawn token."""
     c = ranked(c)
     probs = probabilities(c.logits)[:SLOPE_TOKENS]
     probs = probs[probs > 0]

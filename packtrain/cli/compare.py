@@ -136,7 +136,7 @@ def html_page(settings: CompareSettings, comparison: ComparisonResult) -> str:
 
 
 def _article(comparison: ComparisonResult, model_names: Sequence[str], number: int) -> str:
-    """Return the HTML of a question, the data's answer, and the models' answers."""
+    """Return the HTML of question `number`, from 0, with the data's answer and the models'."""
     question = comparison.questions[number]
     columns = [_answer_column("data", "the answer in the data", "", question.answer)]
     for name, subject in zip(model_names, comparison.subjects, strict=True):

@@ -68,7 +68,7 @@ class Events:
     def training(
         self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
     ) -> Iterator[None]:
-        """Enclose the training steps, which are reported inside this block."""
+        """Enclose the training steps, reported inside this block: a line for every `report_every` of `steps`."""
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:

@@ -79,7 +79,7 @@ def _temp_path_of(path: Path) -> Path:
 
 
 def remove_temp_files(folder: Path, name: str = "*") -> None:
-    """Remove temporary files that killed processes left in `folder` while they wrote a file of this name."""
+    """Remove temporary files that killed processes left in `folder` while writing files of this name (a pattern)."""
     for path in folder.glob(f".{name}.*.part"):
         pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
         if (
@@ -165,7 +165,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_writable(path: str | Path | None, field: str) -> None:
-    """Raise InputError, which names the setting `field`, if no file can be written at `path`; checked before the work."""
+    """Raise InputError, which names the setting `field`, if no file can be written at `path`: before work is lost."""
     if path is None:
         return
     path = Path(path)

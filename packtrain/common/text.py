@@ -12,7 +12,7 @@ def plural(num_items: int, singular: str, plural_form: str = "") -> str:
 
 
 def shortlist(names: Collection[str], max_names: int = 8, width: int = 40) -> str:
-    """Return the first few names, each shortened, in one text, with how many more there are."""
+    """Return the first `max_names` names, each cut to `width` characters, in one text, with how many more there are."""
     shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:max_names]]
     suffix = f" and {len(names) - max_names:,} more" if len(names) > max_names else ""
     return f"{', '.join(shown)}{suffix}"

@@ -54,7 +54,8 @@ def differentiate_twice(
     """Pass each tensor of `wrt` and its gradient to two sinks; gradients for `repeated_wrt` are computed twice.
     `first_sink` gets every gradient in a first backward pass, to measure their norm. Afterwards `sink` gets all
     gradients once more, but for `repeated_wrt` from a second pass that starts at the gradients of `frontier`, so that
-    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`."""
+    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`. keep, inner: see
+    differentiate."""
     calls, active, seed = _validate(loss, wrt)
     last_serial = max(t.call.serial for t in frontier if t.call is not None)
     prefix = [call for call in calls if call.serial <= last_serial]
@@ -123,7 +124,7 @@ class _Recomputation:
         self.unsaved = self._unsaved_values(calls)
 
     def _unsaved_values(self, calls: Sequence[Call]) -> set[Tensor]:
-        """Return the values that are recomputed if the backward pass reads them."""
+        """Return the results of these calls that are recomputed if the backward pass reads them."""
         newest_handles = {t.base: t for call in calls if call.op.writes for t in call.results}
         unsaved = set[Tensor]()
         for call in calls:
@@ -144,7 +145,7 @@ class _Recomputation:
         return [*map(self.copies.get, tensors, tensors)]
 
     def _missing_calls(self, tensors: Iterable[Tensor | None]) -> dict[Call, None]:
-        """Return the forward calls that must be written again, so that these tensors are available."""
+        """Return, as keys, the forward calls that must be written again, so that these tensors are available."""
         missing_calls: dict[Call, None] = {}
         stack = list(tensors)
         while stack:

@@ -287,7 +287,8 @@ class Op(Generic[P, R]):
         return rule
 
     def kernel(self, backend: str, *, strided: bool | IsStrided = False) -> Callable[[Rule], Rule]:
-        """Declare a backend's kernel. The `numpy` kernel is the specification and always takes strides."""
+        """Declare a backend's kernel. The `numpy` kernel is the specification and always takes strides; others take
+        inputs that are not dense if `strided` is true, or returns true for (index of the input, tensor)."""
 
         def declare(run: Rule) -> Rule:
             self.kernels[backend] = Kernel(run, backend == "numpy" or strided)

@@ -104,7 +104,7 @@ class BeamSearch:
         return text + text_filter.add(stream.flush()) + text_filter.flush(), text_filter.is_stopped
 
     def _next_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Return the likeliest beams that are one token longer; ended ones move to the finished beams."""
+        """Return the likeliest beams that are one token longer, by logits (beams, V); ended ones become finished."""
         beam_width = self._search.width
         next_beams, finished_beams = list[Beam](), list[Beam]()
         for beam_rank, beam in enumerate(self._extend_beams(active_beams, logits)):
@@ -119,7 +119,8 @@ class BeamSearch:
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Extend beams by a token; returns the likeliest, so many that `width` remain without those that end."""
+        """Extend beams by a token, by logits (beams, V); returns the likeliest, so that `width` remain without ended
+        ones."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()
@@ -167,7 +168,7 @@ class BeamSearch:
         return "found" if self._is_settled(active_beams, length) else ""
 
     def _is_settled(self, active_beams: list[Beam], length: int) -> bool:
-        """Return whether no active beam can become better than the finished ones."""
+        """Return whether no active beam, now of `length` tokens, can become better than the finished ones."""
         length_penalty, num_beams = self._search.penalty, self._search.num_beams
         if len(self._finished_beams) < num_beams:
             return False

@@ -136,7 +136,7 @@ class PlanSearch(DraftEstimator):
         return self.estimate(untiled).seconds + recompute_seconds
 
     def _repeat_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds if blocks run backward twice, else 0; inf if it cannot fit."""
+        """Return a lower bound of a step's seconds if blocks run backward twice, else 0; inf if over `limit` bytes."""
         if self._min_nbytes(replace(variant, chunk=min(CHUNK_SIZES))) > limit * (1 + SLACK):
             return math.inf
         n = 2 * num_reached_blocks(variant) if variant.two_passes else variant.num_two_pass_blocks

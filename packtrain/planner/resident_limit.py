@@ -61,7 +61,7 @@ def plan_within_resident(
 
 def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
     """Return what stays in memory of the base's file, `nbytes` but at least what a call reads and at most all of it,
-    and what a step then reads from the file."""
+    and what a step then reads from the file, at `rate` bytes per second."""
     mapped = mapped_leaves(plans.shape, plans.leaves.values())
     sizes = {leaf.label: in_pages(leaf.spec.nbytes) for leaf in mapped}
     reads = {name: weight_reads(placed, sizes) for name, placed in plans.placed_graphs.items()}

@@ -274,7 +274,7 @@ def graph_names(shape: StepShape) -> tuple[str, ...]:
 
 
 def runs(shape: StepShape) -> dict[str, int]:
-    """Return how often each graph runs in a training step, by name."""
+    """Return how often each graph runs in a training step, {name: times}."""
     counts = {MICRO: shape.num_micro_batches * shape.num_evaluations, UPDATE: shape.num_evaluations}
     return {name: counts.get(name, 1) for name in _step_graph_names(shape)}
 

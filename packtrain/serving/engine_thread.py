@@ -161,7 +161,7 @@ class ServingEngine:
             ticket.tell(AnswerEnd(CANCELLED, TokenCounts(len(ticket.job.prompt))))
 
     def _finish_answer(self, slot: Slot, reason: str, message: str = "") -> None:
-        """End the answer of a slot, whose cells stay until room is short; paused answers may go on."""
+        """End a slot's answer, for `reason`; its cells stay until room is short; paused answers may go on."""
         assert slot.answer
         slot.answer.finish(reason, message)
         slot.answer = None

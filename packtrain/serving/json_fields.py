@@ -217,7 +217,8 @@ def parse_prompts(
 def parse_prompt(
     prompt: Any, tokenizer: Tokenizer, name: str = "prompt", bos: bool | None = None, special: bool = True
 ) -> list[int]:  # fmt: skip
-    """Tokenize a text, a list of ids and texts, {"prompt_string": text} or {"content": [parts]}. Raises InputError."""
+    """Tokenize a text, a list of ids and texts, {"prompt_string": text} or {"content": [parts]}; `bos`: whether BOS
+    comes first (None: as the vocabulary says); `special`: texts may spell special tokens. Raises InputError."""
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt_string"), str):
         if prompt.get("multimodal_data"):
             raise InputError("multimodal_data: this model reads text only")

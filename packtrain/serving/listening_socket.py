@@ -10,7 +10,8 @@ def bind_socket(
 ) -> socket.socket:
     """Open a socket that listens at an address, and drops clients that take nothing for `idle_seconds`.
 
-    flags  command line that asks for the address, for messages. Raises InputError.
+    flags    command line that asks for the address, for messages. Raises InputError.
+    backlog  most connections that may wait to be accepted
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

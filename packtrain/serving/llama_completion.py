@@ -58,7 +58,7 @@ class LlamaCompletionFormat:
         return []
 
     def delta_events(self, number: int, delta: generation_jobs.TextDelta) -> list[dict[str, Any]]:
-        """Return the events of a stream for a piece of text."""
+        """Return the events of a stream for a piece of the text of answer `number`, from 0."""
         self._texts[number] += delta.text
         token_ids = [token.token_id for token in delta.tokens]
         event = self._piece(number, delta.text, token_ids, delta.counts.output_tokens)
@@ -69,7 +69,7 @@ class LlamaCompletionFormat:
     def progress_events(
         self, number: int, update: generation_jobs.PromptProgress
     ) -> list[dict[str, Any]]:
-        """Return the events of a stream while a prompt is read."""
+        """Return the events of a stream while the prompt of answer `number` is read."""
         return [self._piece(number, "", [], 0) | progress_fields(update, self._timed)]
 
     def _piece(self, number: int, text: str, ids: list[int], output_tokens: int) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class LlamaCompletionFormat:
         }  # fmt: skip
 
     def end_events(self, number: int, end: AnswerEnd) -> list[dict[str, Any]]:
-        """Return the events of a stream at the end of an answer."""
+        """Return the events of a stream at the end of answer `number`."""
         return [self.last(number, "", (), end)]
 
     def close_events(self, counts: Sequence[TokenCounts]) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class LlamaCompletionFormat:
     def last(
         self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
     ) -> dict[str, Any]:
-        """Return the JSON of an answer that has ended: text, settings and counts."""
+        """Return the JSON of answer `number`, which has ended: text, settings and counts."""
         job, token_counts = self._jobs[number], end.counts
         return {
             "index": number, "content": text, "tokens": [token.token_id for token in tokens], "id_slot": end.slot_index,
@@ -122,14 +122,14 @@ class LlamaCompletionFormat:
 
 
 def linear(token: dict[str, Any]) -> dict[str, Any]:
-    """Convert a token's JSON from log-probabilities to probabilities."""
+    """Convert a token's JSON, and that of its likeliest tokens, from log-probabilities to probabilities."""
     token_fields = {name: token[name] for name in ("id", "token", "bytes")}
     top = {"top_probs": [*map(linear, token["top_logprobs"])]} if "top_logprobs" in token else {}
     return token_fields | {"prob": math.exp(token["logprob"])} | top
 
 
 def select_fields(answer_fields: dict[str, Any], field_paths: Sequence[str]) -> dict[str, Any]:
-    """Select fields of an answer by path, such as `generation_settings/n_predict`."""
+    """Select fields of an answer by path, such as `generation_settings/n_predict`; returns {path: value}."""
     selected_fields = dict[str, Any]()
     for field_path in field_paths:
         value: Any = answer_fields

@@ -77,7 +77,7 @@ class TextCompletionFormat:
         return [self._chunk_event(number, {"text": ""}, finish(end)) | extra]
 
     def _verbose_fields(self, number: int, text: str, end: AnswerEnd) -> JsonObject:
-        """Return /completion's fields of an answer if the request is verbose."""
+        """Return /completion's fields of answer `number` if the request is verbose, else {}."""
         return {"__verbose": self._verbose.last(number, text, (), end)} if self._verbose else {}
 
     def close_events(self, counts: Sequence[generation_jobs.TokenCounts]) -> list[JsonObject]:
@@ -111,7 +111,8 @@ class TextCompletionFormat:
         return [token_entry(token, self._tokenizer, self._request.shown) for token in tokens]
 
     def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
-        """Return log-probabilities in the parallel lists of /v1/completions, and by token, as chats have them."""
+        """Return log-probabilities of an answer's tokens, as lists by field for /v1/completions, and by token for
+        chats."""
         content = self._token_entries(tokens)
         names = [_name(token_entry) for token_entry in content]
         offsets = [self._text_offset(number, *entry) for entry in zip(names, content, strict=True)]
@@ -127,14 +128,14 @@ class TextCompletionFormat:
         }  # fmt: skip
 
     def _text_offset(self, number: int, name: str, token: JsonObject) -> int:
-        """Return the offset in an answer's text at which the next token, `token`, begins."""
+        """Return the offset in the text of answer `number` at which the next token, with text `name`, begins."""
         before = self._text_lengths[number]
         self._text_lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         is_text = not name.startswith(BYTES_PREFIX)
         return max(self._text_lengths[number] - len(name) if is_text else before, 0)
 
     def _text_start(self, number: int) -> int:
-        """Return the offset of an answer's first token: below 0 if tokens of an echoed prompt hide a space or BOS."""
+        """Return the offset of answer `number`'s first token; below 0 if an echoed prompt hides a space or BOS."""
         prompt = self._request.jobs[number].prompt
         if not self._request.jobs[number].scores_prompt:
             return 0

@@ -61,7 +61,7 @@ class ToolCallStyle:
     words_prefix: str = ""
 
     def value_separator(self, kind: str) -> str:
-        """Return the text between an argument's key and its value, of this type of JSON Schema."""
+        """Return the text between an argument's key and its value, whose type in JSON Schema is `kind`."""
         assert self.pair is not None
         kind = kind if kind != "number" else "integer"
         return dict(self.typed_separators).get(kind, self.pair[1])
@@ -138,7 +138,7 @@ class ToolCallStyle:
     def _read_calls(
         self, text: str, at: int, names: Collection[str]
     ) -> tuple[list[tuple[str, Any]], int]:
-        """Parse the calls of the document at `at`, [] if it cannot be read; returns them and the document's end."""
+        """Parse the calls at offset `at`, [] if none can be read; returns [(name, arguments)] and where they end."""
         if self.middle is not None:
             named_call = self._read_named_call(text, at, names)
             return ([], at) if named_call is None else ([named_call[:2]], named_call[2])
@@ -326,7 +326,7 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
         closing = f"){rest[notation_match.end() :]}"
         separator, quote = f"){separator}", notation_match["quote"]
         return ToolCallStyle(opening, separator, closing, middle="(", python=quote)
-    if (notation_match := _match_bare_object(rest)) is not None:
+    if (notation_match := _find_bare_object(rest)) is not None:
         separator = two_calls.partition(notation_match[0])[2].partition(PROBE_LAST)[0]
         name_suffix, closing = rest[: notation_match.start()], rest[notation_match.end() :]
         quote = notation_match["quote"]
@@ -358,7 +358,7 @@ def _match_python_call(rest: str) -> re.Match[str] | None:
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
-def _match_bare_object(rest: str) -> re.Match[str] | None:
+def _find_bare_object(rest: str) -> re.Match[str] | None:
     """Find the probe's arguments (PROBE_ARGUMENTS, which a template rendered) as an object with unquoted keys, in any
     order, in `rest`, the text behind a call's name; group `quote`: what stands before and after strings."""
     probe_pairs = [*PROBE_ARGUMENTS.items()]

@@ -89,7 +89,7 @@ class Backend(Protocol):
         """Return a buffer with the bytes of a dense array for kernels to read; without a copy where possible."""
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
-        """Return an array of `spec` over bytes of the buffer, from `offset` on."""
+        """Return an array of `spec` over bytes of the buffer; `offset` and `strides` are in bytes."""
 
     def window(self, array: Any) -> np.ndarray | None:
         """Return the array's memory as a NumPy array that the host can read and write; None if it cannot."""

@@ -109,7 +109,8 @@ class _PlanReplay:
             self._record_use(self._buffer(t), i)
 
     def _check_concurrency(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
-        """Raise PlanError if a step shares bytes with one since the last barrier, which may run at the same time."""
+        """Raise PlanError if step i shares bytes with one since the last barrier, which may run at the same time;
+        read_bases: the tensors that own what any step or output reads."""
         stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
         write_extents = [self._extent(t) for t in stored_results]
         write_extents += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
@@ -126,7 +127,8 @@ class _PlanReplay:
             self.concurrent_steps = ConcurrentSteps()
 
     def _is_stored(self, step: KernelStep, t: Tensor, read_bases: set[Tensor]) -> bool:
-        """Whether a step's result needs bytes of an arena: not if it is a leaf, or optional and read by nothing."""
+        """Whether a step's result t needs bytes of an arena: not a leaf, nor one that is optional and not in
+        `read_bases`."""
         is_needed = t.index not in step.op.optional or t in read_bases
         return not t.base.kind and (is_needed or self.placed.names[t] in self.buffer_of)
 

@@ -163,7 +163,8 @@ def copy_acc(y, acc):
 
 
 def replay_after_copy(call, y, acc, is_in_place):
-    """Return a function for later runs: it copies acc to y, unless they share bytes (`is_in_place`), and calls `call`."""
+    """Return a function for later runs: it copies acc to y, unless they share bytes (`is_in_place`), then makes `call`;
+    or `call` itself."""
     return call if is_in_place else lambda: np.copyto(y, acc) or call()
 
 

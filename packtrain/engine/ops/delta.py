@@ -13,8 +13,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def _parts(x, heads, groups, width, tiled, eps):
-    """Return queries of length 1 / sqrt(N), keys of length 1, by head (..., H, N) from its group's, and values (..., H,
-    P) of x."""
+    """Return q of length 1 / sqrt(N) and k of length 1, by head from its group, (..., H, N), and values (..., H, P)."""
     leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
     q_and_k = x[..., : 2 * groups * width].reshape(*leading_shape, 2, groups, width)
     q_and_k = q_and_k / xp.sqrt((q_and_k * q_and_k).sum(-1)[..., None] + eps)

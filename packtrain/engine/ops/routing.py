@@ -269,7 +269,7 @@ def _gate_and_up(
 
 
 def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
-    """Return the chosen experts' probabilities p (..., k) in the order of the rows sorted by expert, (N, 1)."""
+    """Return the chosen experts' probabilities p (..., k) as (N, 1), each at its row of `row_positions` (..., k)."""
     num_rows = p.spec.size
     columns = reshape(p, shape=(num_rows, 1)), reshape(row_positions, shape=(num_rows,))
     return get_rows_back(*columns, shape=(num_rows, 1))
@@ -278,7 +278,8 @@ def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
 def _route_tokens(
     logits: Tensor, offsets: Tensor | None, num_used: int, use_norm: bool, use_sigmoid: bool, groups: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the chosen experts of each token, i32 (..., k), and the factors p of their results, f32 (..., k)."""
+    """Return the chosen experts of each token, i32 (..., k), and the factors p of their results, f32 (..., k);
+    `groups`: (groups of experts, how many of these are used)."""
     if not use_sigmoid and use_norm and offsets is None and groups[0] == 1:
         # equal to what follows, without the sum over all experts
         expert_ids = top_k(logits, k=num_used)

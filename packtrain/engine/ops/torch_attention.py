@@ -27,7 +27,7 @@ def _uses_torch_attention(q, k, positions, window, softcap):
 
 
 def _query_spans(q, keys):
-    """Yield (start, end) of spans of queries, so that each has at most MAX_PAIRS pairs of query and key."""
+    """Yield (start, end) of spans of queries of at most MAX_PAIRS pairs of query and key each; `keys`: how many."""
     b, t, h, _ = q.shape
     return chunk_bounds(t, MAX_PAIRS // max(b * h * keys, 1), q)
 

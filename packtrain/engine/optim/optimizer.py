@@ -44,7 +44,7 @@ class StepRunner(Protocol):
         """Compute loss and gradients, update the weights with the step's numbers `hyper`; return outputs by name."""
 
     def evaluate(self) -> Values:
-        """Compute loss and gradients at the current weights, perhaps several times a step; return outputs by name."""
+        """Compute loss and gradients at the current weights, for several evaluations a step; return outputs by name."""
 
     def update(self, hyper: Values) -> Values:
         """Run the update graph with the numbers `hyper` and the last evaluation's gradients, which are kept for further

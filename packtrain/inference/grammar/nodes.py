@@ -125,7 +125,7 @@ def node_heads(node: Node, heads: "dict[str, Heads]") -> Heads:
 
 
 def merge_ranges(code_ranges: list[tuple[int, int]], is_negated: bool = False) -> Ranges:
-    """Return ranges of code points sorted and joined, or all other characters if negated; without surrogates."""
+    """Return ranges (first, last) of code points sorted and joined, or if negated all others; without surrogates."""
     joined: list[tuple[int, int]] = []
     for first_code, last_code in sorted(r for r in code_ranges if r[0] <= r[1]):
         if joined and first_code <= joined[-1][1] + 1:

@@ -195,7 +195,7 @@ class CellPools:
     def inputs(
         self, piece: PlacedTokens, size: int, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return the graph inputs for the cells of a run of `size` tokens; those beyond the placed ones are padding."""
+        """Return graph inputs for the cells of a run of `size` tokens, padding included; flash: attention is fused."""
         num_lines = count_lines(size, self.sequences)
         run_inputs = kv_cells.pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():
@@ -217,7 +217,7 @@ class CellPools:
             self.pools[pool].release_cells(cells)
 
     def first_needed_pos(self, pool: str, seq: int, num_margin: int = RING_MARGIN) -> int:
-        """Return the first position that a sequence's next tokens read in a pool (in the ring less a margin)."""
+        """Return the first position that a sequence's next tokens read in a pool; in the ring, `num_margin` earlier."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0

@@ -350,7 +350,8 @@ class Context:
             raise ContextError(f"{path}: {error}") from None
 
     def _save_checkpoint(self, piece: PlacedTokens, rows: Sequence[int]) -> None:
-        """Save the windows and scan states of sequences that reached their next checkpoint or stopped in a prompt."""
+        """Save windows and scan states of sequences whose next checkpoint is due, or whose prompt goes on after this
+        run; `rows`: indices of its tokens with results."""
         if (self.pools.ring_cells or self.pools.num_states) and self._checkpoints.max_checkpoints:
             for seq in piece.seqs:
                 if piece.goes_on(seq, rows) or self._checkpoints.is_due(seq, self.next(seq)):

@@ -43,7 +43,7 @@ def run(settings: ChatSettings) -> int:
 
 
 def _input_lines(is_terminal: bool) -> Iterator[str]:
-    """Yield lines that are typed or piped in, without empty ones."""
+    """Yield lines that are typed (`is_terminal`) or piped in, without empty ones."""
     while True:
         try:
             if is_terminal:

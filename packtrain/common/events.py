@@ -72,7 +72,7 @@ class Events:
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
-        """Report a line of metrics.jsonl: a step, with `val_loss` and `val_error` if validation followed."""
+        """Report a line of metrics.jsonl, `record`: a step, with `val_loss` and `val_error` if validation followed."""
 
     def sample(self, text: str) -> None:
         """Report text that the model generated after --sample-prompt."""

@@ -50,7 +50,7 @@ class MappedFile(mmap.mmap):
                 os.posix_fadvise(self.descriptor, first, nbytes, os.POSIX_FADV_WILLNEED)
 
     def release(self, start: int, stop: int) -> None:
-        """Give the pages of these bytes back to the system, shared ones included; the next access reads them again."""
+        """Give the pages of the bytes `start` to `stop` back to the system; the next access reads them again."""
         if sys.platform == "linux":
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.flush(start, stop - start)  # changed pages stay until they are on the disk

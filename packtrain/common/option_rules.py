@@ -64,7 +64,8 @@ def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> 
 
 def _full_reason(term: tuple[str, str, str], reason: str, is_required: bool) -> str:
     """Return the reason behind its condition, `with --full, which …`, unless the reason names the condition itself.
-    term: the condition in three parts, (setting, "=" or "", values or "")."""
+    term: the condition in three parts, (setting, "=" or "", values or ""), which is_required: without it, the rule
+    refuses."""
     if reason.startswith((*SENTENCE_STARTS, "with ", "without ", "in ")):
         return reason
     name, _, values = term

@@ -36,7 +36,7 @@ def aligned(rows: Sequence[Sequence[str]], right_columns: Collection[int] = ()) 
 
 
 def long_context_warning(ctx: int, model_ctx: int) -> str:
-    """Return a warning that a context is longer than the one the model was trained on."""
+    """Return a warning that a context of `ctx` tokens is longer than the `model_ctx` that the model was trained on."""
     return (
         f"--ctx {ctx:,} is more than the model's own context of {plural(model_ctx, 'token')};"
         " what it writes or predicts beyond that may be poor"

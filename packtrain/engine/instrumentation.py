@@ -170,8 +170,7 @@ class Observer:
                 )
 
     def _specified(self, bound: BoundStep, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
-        """Return what the op's numpy kernel (its specification) computes from these inputs, with f32 computed as
-        `real`."""
+        """Return what the op's numpy kernel (its specification) computes from these inputs, with `real` for f32."""
 
         def widened(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype

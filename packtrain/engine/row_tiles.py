@@ -55,8 +55,7 @@ class TileBody:
         return *self.rows, *self.wholes
 
     def outer_spec(self, t: Tensor) -> Spec:
-        """Return the spec of the whole tensor outside: t, a leaf or result of the body, is a tile of it or stands for
-        it."""
+        """Return the spec of the whole tensor of which t, a leaf or result, is a tile, or for which it stands."""
         length = t.shape[AXIS : AXIS + 1] if t in self.wholes else (self.count * t.shape[AXIS],)
         return Spec((*t.shape[:AXIS], *length, *t.shape[AXIS + 1 :]), t.dtype)
 
@@ -272,8 +271,7 @@ def _interpreted(program, arrays):
 
 
 def _executed(arena, program, arrays):
-    """Return a function that runs the program on a tile's arrays. It is bound in each run, as bound calls take
-    megabytes."""
+    """Return a function that runs the program on a tile's arrays; made in each run, as bound calls take megabytes."""
     executor = Executor(_TileMemory(arrays, arena), program.placed, program.plan)
 
     def run(tiles):

@@ -89,7 +89,7 @@ class GGUFPart:
         return num_things
 
     def _things(self, title: str, min_nbytes: int) -> int:
-        """Read how many keys or tensors follow, at most MAX_COUNT."""
+        """Read how many keys or tensors (`title`) follow, of at least `min_nbytes` bytes each, at most MAX_COUNT."""
         num_things = self._read_count(title, min_nbytes)
         if num_things > MAX_COUNT:
             raise self._wrong(f"{title} {num_things}; at most {MAX_COUNT} are read")
@@ -176,7 +176,7 @@ class GGUFPart:
         self.entries[name] = gguf_format.TensorInfo(name, shape, dtype, offset, nbytes)
 
     def _check_offsets(self, start: int, alignment: int) -> None:
-        """Check that tensors lie within the file and share no bytes; turn their offsets into offsets of the file."""
+        """Check that tensors are in the file, apart, at multiples of `alignment`; add `start` to their offsets."""
         for e in self.entries.values():
             shown, left_nbytes = shorten_text(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:

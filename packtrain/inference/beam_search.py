@@ -119,8 +119,8 @@ class BeamSearch:
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Extend beams by a token, by logits (beams, V); returns the likeliest, so that `width` remain without ended
-        ones."""
+        """Extend beams by a token, by logits (beams, V); return the likeliest, so that `width` without ended ones
+        remain."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()

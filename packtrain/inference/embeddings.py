@@ -28,7 +28,8 @@ def model_pooling(model: ModelFile) -> str:
 
 
 def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
-    """Pool the vectors of a text's tokens, (T, C), into one vector (C,); "none": return them."""
+    """Return one vector (C,) of a text's token vectors `hidden` (T, C): their "mean", the first ("cls") or the last
+    ("last"); "none": return them all."""
     if pooling == "none":
         return hidden
     if pooling == "mean":
@@ -56,7 +57,8 @@ def context_dimensions(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[range]:
-    """Yield ranges of indices of texts that one batch reads, in order: they fit the cells and sequences."""
+    """Yield ranges of indices of texts, of these lengths in tokens, that one batch reads, in order: they fit its cells
+    and sequences."""
     batch_start = 0
     while batch_start < len(lengths):
         end, used = batch_start + 1, lengths[batch_start]

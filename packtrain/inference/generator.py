@@ -291,7 +291,7 @@ class StopTextFilter:
         self.stops, self.is_stopped, self.matched_stop, self._pending_text = stops, False, "", ""
 
     def add(self, piece: str) -> str:
-        """Return the text that can be released now, up to the first stop text."""
+        """Add a piece of the reply; return the text that can be released now, up to the first stop text."""
         text = self._pending_text + piece
         matches = [(at, stop_text) for stop_text in self.stops if (at := text.find(stop_text)) >= 0]
         if matches:

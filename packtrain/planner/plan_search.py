@@ -146,8 +146,7 @@ class PlanSearch(DraftEstimator):
         return self.estimate(single).seconds + n * self.chain(single).block.forward_seconds
 
     def _step_bound(self, variant: StepShape, limit: int) -> float:
-        """Return a lower bound of a step's seconds if it recomputes what is cheapest until it fits; inf if none
-        does."""
+        """Return a lower bound of a step's seconds if it recomputes what is cheapest until it fits; inf if none."""
         estimate, min_chunk = self.estimate(variant), replace(variant, chunk=min(CHUNK_SIZES))
         # graphs without gradients have a loss head, too
         outer_nbytes = self.estimate(min_chunk).other_arena_nbytes

@@ -169,8 +169,8 @@ def copy_lines(plans: TrainingPlans) -> list[str]:
 def plan_text(
     plans: TrainingPlans, seconds: float, num_steps: int, num_trained: int, before: float = 0.0
 ) -> str:
-    """Return the plan as `packtrain plan` prints it; a step takes `seconds` and trains on `num_trained` tokens,
-    `before` seconds pass before the first."""
+    """Return the plan as `packtrain plan` prints it: a run of `num_steps` steps, of `seconds` each and of `num_trained`
+    tokens that the loss counts; `before` seconds pass before the first."""
     shape, num_positions = plans.shape, plans.shape.num_positions
     times = f" × {shape.num_micro_batches} micro-batches" if shape.num_micro_batches > 1 else ""
     counts = "" if num_trained > NEARLY_ALL * num_positions else f", {num_trained:,} of them learnt"

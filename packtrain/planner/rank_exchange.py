@@ -106,7 +106,8 @@ def round_seconds(ranks: int) -> float:
 
 
 def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) -> float:
-    """Return when the last of several transfers over one link ends; each begins when it is ready and the link free."""
+    """Return when the last of several transfers over one link ends: each begins at its start time, or as soon as the
+    link is free, and lasts its duration, in seconds."""
     free_time = 0.0
     for start_time, seconds in zip(start_times, durations, strict=True):
         free_time = max(free_time, start_time) + seconds

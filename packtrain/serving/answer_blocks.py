@@ -48,8 +48,7 @@ class BlocksFormat:
     def full_answer(
         self, blocks: Sequence[tuple[str, Any]], finish_word: str, end: AnswerEnd
     ) -> JsonObject:
-        """Return the whole answer; blocks: (kind, its text or its call in OpenAI's shape); finish_word: OpenAI's
-        finish_reason."""
+        """Return the whole answer; blocks: (kind, text or call in OpenAI's shape); finish_word: its finish_reason."""
         raise NotImplementedError
 
     # ---- the format of a response, see event_stream

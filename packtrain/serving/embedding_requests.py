@@ -65,7 +65,7 @@ def embed_content(
 
 
 def encoded(vector: np.ndarray, encoding_format: str) -> Any:
-    """Encode a vector as a list of numbers, or its f32 bytes as base64."""
+    """Encode a vector as a list of numbers, or for `encoding_format` base64 its f32 bytes as base64."""
     if encoding_format == "float":
         return [float(x) for x in vector]
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

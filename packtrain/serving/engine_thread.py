@@ -203,7 +203,8 @@ class ServingEngine:
         return min(free_slots, key=lambda slot: slot.used)
 
     def _wastes(self, slot: Slot, num_cached: int) -> bool:
-        """Return whether a job would drop most of a slot's cells, though another slot could share the common ones."""
+        """Return whether a job would drop most of a slot's cells, all but `num_cached`, though others could share
+        these."""
         pools = self.context.pools
         can_share = not pools.parts and not pools.ring_cells
         return can_share and len(pools.all.of(slot.index)) > 2 * num_cached
@@ -293,7 +294,8 @@ class ServingEngine:
         self.totals.output_seconds += seconds * num_written
 
     def _next_batch(self, draft_max: int) -> list[tuple[Slot, int]]:
-        """Return the next run's slots and numbers of tokens: an answer's token and guesses, or a part of a prompt."""
+        """Return the next run's (slot, number of tokens): an answer's token with up to `draft_max` guesses for all
+        answers, or a part of a prompt."""
         active_slots = [s for s in self.slots if s.answer and not s.answer.is_paused]
         writing = [(s, s.answer) for s in active_slots if s.answer and not s.answer.reading]
         num_guessed = (draft_max + 1 - len(active_slots)) // max(len(writing), 1)

@@ -43,7 +43,8 @@ class ResponseFormat(Protocol):
 def make_response(
     server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat, is_stream: bool
 ) -> Response:
-    """Create the response that runs jobs and sends their answers, as events or one document. Raises InputError."""
+    """Create the response that runs jobs and sends their answers, as events if `is_stream`, else as one document.
+    Raises InputError."""
     for job in jobs:
         server.check_job(job)
     response_class = EventStreamResponse if is_stream else FullResponse
@@ -169,7 +170,7 @@ class EventStreamResponse(_JobResponse):
         yield last_event
 
     def _encode_batch(self, batch: JobBatch, counts_by_answer: AnswerCounts) -> Iterator[bytes]:
-        """Yield the encoded events of a batch, and add the token counts of answers that end."""
+        """Yield encoded events of a batch, (number of the answer, event) each; add token counts of answers that end."""
         for answer_index, event in batch:
             if isinstance(event, TextDelta):
                 yield from map(self._sse_data, self._shape.delta_events(answer_index, event))

@@ -86,7 +86,7 @@ class JsonBody:
     def number(
         self, name: str, default: Any, min_value: float = -math.inf, max_value: float = math.inf
     ) -> Any:
-        """Return a number of the default's type, or the default. Raises InputError outside the bounds."""
+        """Return a number of the default's type, or the default. Raises InputError unless it is in the bounds."""
         if not self.has(name):
             return default
         value = self._typed_value(name, type(default))

@@ -42,7 +42,7 @@ class TextCompletionFormat:
         self._text_lengths = [self._text_start(number) for number in range(len(request.jobs))]
 
     def _response_head(self, object_type: str) -> JsonObject:
-        """Return the fields with which every answer of OpenAI's API begins."""
+        """Return the fields with which every answer of OpenAI's API begins; `object_type`: the value of `object`."""
         return {
             "id": self._response_id, "object": object_type, "created": int(time.time()), "model": self._model,
             "system_fingerprint": response_shapes.FINGERPRINT,
@@ -111,8 +111,7 @@ class TextCompletionFormat:
         return [token_entry(token, self._tokenizer, self._request.shown) for token in tokens]
 
     def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
-        """Return log-probabilities of an answer's tokens, as lists by field for /v1/completions, and by token for
-        chats."""
+        """Return log-probabilities of an answer's tokens: lists by field for /v1/completions, by token for chats."""
         content = self._token_entries(tokens)
         names = [_name(token_entry) for token_entry in content]
         offsets = [self._text_offset(number, *entry) for entry in zip(names, content, strict=True)]
@@ -206,7 +205,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         return [self._delta(number, delta, None, text_delta.tokens) | self._timed(text_delta)]
 
     def _next_text(self, number: int, content: str) -> str:
-        """Add content; returns what can be sent now: text that may become a call, or is `words_prefix`, waits."""
+        """Add content to answer `number`; return what can be sent: what may become a call, or `words_prefix`, waits."""
         previous_text, text_filter = self._texts[number], self._shown[number]
         text = self._texts[number] = previous_text + content
         if self._leading.startswith(text):

@@ -258,12 +258,13 @@ def part_of(kind: str, text: str) -> JsonObject:
 
 
 def logprobs_of(kind: str) -> JsonObject:
-    """Return the field `logprobs`, empty, which the official client requires in events of text; {} for others."""
+    """Return the field `logprobs`, empty, for events of kind TEXT, where the official client requires it; else {}."""
     return {"logprobs": []} if kind == TEXT else {}
 
 
 def item_of(kind: str, content: Any, item_id: str, status: str) -> JsonObject:
-    """Return an item of `output`, empty while in progress; content: its text, or its call in the shape of chats."""
+    """Return an item of `output` with this kind, id and status, empty while "in_progress"; content: its text, or its
+    call in the shape of chats."""
     is_done = status != "in_progress"
     if kind == CALL:
         function = content["function"]

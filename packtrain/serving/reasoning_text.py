@@ -7,14 +7,14 @@ MARKS = THINK_OPEN, CLOSE
 
 
 def thinking_marks(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
-    """Return the texts around thoughts: <think> and </think> if in `template`, else its `template_marks`; None if
-    empty."""
+    """Return the texts around thoughts: <think> and </think> if in `template`, else `template_marks`; None if empty."""
     open_mark, closed = template_marks[0].strip(), template_marks[1].strip()
     return MARKS if CLOSE in template else (open_mark, closed) if open_mark and closed else None
 
 
 def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] = MARKS) -> bool:
-    """Return whether an answer begins within thoughts, as the text before it, a prompt or partial answer, shows."""
+    """Return whether an answer begins within thoughts: the partial answer, or else the prompt, has an opening mark
+    (marks[0]) not closed yet."""
     if partial_answer is not None:
         return partial_answer.rfind(marks[0]) > partial_answer.rfind(marks[1])
     return prompt.rstrip().endswith(marks[0])
@@ -74,7 +74,8 @@ def _uncertain_start(text: str, close_mark: str) -> int:
 
 
 def split_reasoning(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
-    """Split a complete answer into thoughts and content."""
+    """Split a complete answer, which begins within thoughts if `thinking`, into thoughts and content; marks: texts
+    around thoughts."""
     splitter = ReasoningSplitter(thinking, marks)
     split_parts = splitter.add_piece(text), splitter.flush()
     return split_parts[0][0] + split_parts[1][0], split_parts[0][1] + split_parts[1][1]

@@ -212,7 +212,8 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 def suffix_prompts(
     tokenizer: Tokenizer, prompts: Sequence[list[int]], suffix: str, is_echoed: bool
 ) -> list[list[int]]:
-    """Return prompts, as tokens, for the texts between each of `prompts` and `suffix`. Raises InputError."""
+    """Return prompts, as tokens, for texts between each of `prompts` and `suffix`. Raises InputError, or if
+    `is_echoed`."""
     if missing := fill_in_middle.missing_tokens(tokenizer):
         raise InputError(f"suffix is not supported by this model: {missing}")
     if is_echoed:
@@ -257,8 +258,7 @@ def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 
 
 def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversation) -> bool | None:
-    """Return whether answers to the prompt `text` begin within thoughts; None: these stay in the text. Raises
-    InputError."""
+    """Return whether answers to the prompt `text` begin within thoughts; None: not separated. Raises InputError."""
     reasoning_format = body.text("reasoning_format", server.reasoning_format)
     if reasoning_format not in FORMATS:
         fact = f"reasoning_format is {reasoning_format!r}; it must be one of {', '.join(FORMATS)}"

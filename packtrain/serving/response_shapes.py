@@ -79,12 +79,12 @@ class HttpRefusal(RuntimeError):
 
 
 def missing_flag(feature: str, flag: str) -> HttpRefusal:
-    """Return the refusal of a request that only a server with another flag can serve."""
+    """Return the refusal of a request for a feature that only a server started with this flag has."""
     return HttpRefusal(501, f"This server does not support {feature}. Start it with `{flag}`")
 
 
 def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
-    """Return the JSON body of an error, in the shape of OpenAI and llama-server."""
+    """Return the JSON body of an error with HTTP status `code`, in the shape of OpenAI and llama-server."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
     # "type" beside "error" is Anthropic's
     error = {"code": code, "message": message, "type": error_type} | details

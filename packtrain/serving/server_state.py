@@ -186,7 +186,7 @@ class Server:
     def render_prompt(
         self, conversation: Conversation, variables: dict[str, Any], has_start: bool = True
     ) -> str:
-        """Render a conversation with `variables` of its template, and the beginning of an answer if `has_start`. Raises
+        """Render a conversation, by variables of its template, with an answer's start if `has_start`. Raises
         InputError."""
         variables = answer_variables(self.thinks) | variables
         with self._render_lock:  # one child renders
@@ -200,7 +200,8 @@ class Server:
     # ---- jobs
 
     def keep(self, resource: T, resource_size: int, resource_kind: str = "grammars") -> T:
-        """Return a request's resource, and count its size until it is freed. Raises ServerBusy beyond the limit."""
+        """Return a request's resource, such as a grammar, and count its size until it is freed. Raises ServerBusy if
+        all of its kind would be larger than RESOURCE_LIMITS."""
         with self._resource_lock:
             if self._resource_sizes[resource_kind] + resource_size > RESOURCE_LIMITS[resource_kind]:
                 raise ServerBusy(f"too many large {resource_kind} are in use; try again later")
@@ -343,7 +344,8 @@ class Server:
 
 @contextmanager
 def _file_errors(path: Path, verb: str) -> Iterator[None]:
-    """Within the block, turn errors of a slot's file into InputError, which does not tell clients its folder."""
+    """Turn errors of the block, in which a slot's file was to be `verb` ("saved", "restored"), into InputErrors that do
+    not tell clients its folder."""
     try:
         yield
     except FileNotFoundError:

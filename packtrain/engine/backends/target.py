@@ -76,8 +76,7 @@ class Target:
         return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
-        """Return the backend in whose memory a leaf lives, by its name, its weight's, its role, or ROLE.N for block
-        N."""
+        """Return the backend in whose memory a leaf lives, by its name, its weight's, its role, or ROLE.N (block N)."""
         if not self.homes:
             return self.backends[0]
         label, role = leaf.label, leaf.role or ""

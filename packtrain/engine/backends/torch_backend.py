@@ -36,8 +36,7 @@ DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if 
 
 
 def kernel_of(op: AnyOp, convert: Any, name: str = NAME) -> Kernel | None:
-    """Return the op's PyTorch kernel `name`, or None; its first call converts arrays by `convert` to tensors, kept
-    later."""
+    """Return the op's PyTorch kernel `name`, or None; its first call converts arrays to tensors by `convert`."""
     kernel = op.kernels.get(name)
     return kernel and Kernel(_launcher(kernel.run, convert), kernel.strided)
 

@@ -56,8 +56,8 @@ def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
 def kernel_footprint(
     op: AnyOp, inputs: Inputs, attrs: Attrs, kernel: str = "torch"
 ) -> KernelFootprint:
-    """Return what a call's `torch` or `cuda` kernel allocates beside its results; measured once for equal specs and
-    attrs."""
+    """Return what a call's `torch` or `cuda` kernel allocates beside results, measured once for equal specs and
+    attributes, such as its temporaries."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KERNEL_FOOTPRINTS:

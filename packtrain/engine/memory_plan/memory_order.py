@@ -18,8 +18,7 @@ CallDependencies = Sequence[Sequence[int]]  # for each call, the calls that must
 
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
-    """Return the order of calls, for `place`, that needs the fewest arena bytes; the one written unless another needs
-    less."""
+    """Return the order of calls, for `place`, of the fewest arena bytes; as written unless another needs less."""
     orders = candidate_orders(graph)
     written, *alternatives = ([i for at in order for i in (at, BARRIER)] for order in orders)
     best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
@@ -28,8 +27,7 @@ def least_order(graph: Graph, target: Target = CPU) -> list[int]:
 
 
 def candidate_orders(graph: Graph) -> Iterator[list[int]]:
-    """Yield orders of calls: as written; depth-first from outputs as listed, reversed, by size (Sethi & Ullman
-    1970)."""
+    """Yield orders of calls: as written; depth-first from outputs as listed, reversed, by size (Sethi, Ullman 1970)."""
     yield list(range(len(graph.calls)))
     needs, call_index = call_dependencies(graph), {call: i for i, call in enumerate(graph.calls)}
     end_calls = (t.call for t in (*graph.outputs.values(), *graph.updates))
@@ -41,8 +39,7 @@ def candidate_orders(graph: Graph) -> Iterator[list[int]]:
 
 
 def call_dependencies(graph: Graph) -> CallDependencies:
-    """Return for each call those that must precede it: its inputs', and if it writes a leaf, readers of the old
-    value."""
+    """Return for each call those that must precede it: its inputs', and if it writes a leaf, old values' readers."""
     call_index = {call: i for i, call in enumerate(graph.calls)}
     readers: dict[Tensor, list[int]] = {}
     for i, call in enumerate(graph.calls):

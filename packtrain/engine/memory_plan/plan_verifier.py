@@ -127,8 +127,7 @@ class _PlanReplay:
             self.concurrent_steps = ConcurrentSteps()
 
     def _is_stored(self, step: KernelStep, t: Tensor, read_bases: set[Tensor]) -> bool:
-        """Whether a step's result t needs bytes of an arena: not a leaf, nor one that is optional and not in
-        `read_bases`."""
+        """Whether a step's result t needs arena bytes: not a leaf, nor what is optional and not in `read_bases`."""
         is_needed = t.index not in step.op.optional or t in read_bases
         return not t.base.kind and (is_needed or self.placed.names[t] in self.buffer_of)
 

@@ -76,10 +76,8 @@ def attention_vjp(dy, y, q, k, v, *mask_inputs, **attrs):
 
 
 def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries.
-
-    The online softmax starts with the sink as first logit, so lse includes it and attention_back needs no change.
-    """
+    """Return the gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries. The online
+    softmax starts with the sink as first logit, so lse includes it and attention_back needs no change."""
     b, h, t = lse.shape
     dy_dot_y = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
     sink_probability = exp(sub(reshape(sinks, shape=(h, 1)), lse))

@@ -34,7 +34,8 @@ def argmax_samples():
 
 @op()
 def argsort(x: Tensor, *, descending: bool = False) -> Spec:
-    """Indices that sort the last axis; equal values stay in order. x (..., C) f32, y (..., C) i32. ggml_argsort."""
+    """Indices that sort the last axis, equal values in order; the largest first if `descending`. x (..., C) f32, y i32.
+    ggml_argsort."""
     return Spec(f32_rows(x).shape, i32)
 
 

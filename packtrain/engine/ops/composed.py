@@ -28,10 +28,8 @@ def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
 
 
 def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
-    """Give each group of channels of each image mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
-
-    x (N, C, ...) f32, C a multiple of groups
-    """
+    """Give each group of channels of each image mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494. x (N, C, ...)
+    f32, C a multiple of groups"""
     is_valid = len(x.shape) > 1 <= groups and x.shape[1] % groups == 0
     message = f"x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
     demand("group_norm", is_valid, message, x)

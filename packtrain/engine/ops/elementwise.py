@@ -273,10 +273,8 @@ silu_back.samples(arrays.gradient_samples(silu, silu_back))
 
 @op()
 def cast(x: Tensor, *, dtype: Dtype = f32) -> Spec:
-    """Convert x, of any readable type or i32, to f32, f16 or bf16, rounded to nearest even. ggml_cpy, ggml_cast.
-
-    The gradient is f32 and passes unchanged. f16 has none.
-    """
+    """Convert x, of any readable type or i32, to f32, f16 or bf16, rounded to nearest even. ggml_cpy, ggml_cast. The
+    gradient is f32 and passes unchanged. f16 has none."""
     require(x.dtype in (*READABLE, i32), f"x is {x.spec}, a type that cannot be read")
     require(dtype in FLOATS, f"dtype is {dtype}; it must be one of {', '.join(map(str, FLOATS))}")
     return Spec(x.shape, dtype)

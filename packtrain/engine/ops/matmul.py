@@ -19,7 +19,7 @@ PLANES = 3  # of 8 bits, which make up an integer
 
 
 def is_matrix(index: int, t: Tensor) -> bool:
-    """Whether a kernel can read w (input 1) without a copy: f32 matrices, also transposed, one axis contiguous."""
+    """Whether a kernel reads input `index` without a copy: w (1) if an f32 matrix, one of its axes contiguous."""
     if index != 1 or t.dtype != f32:
         return False
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]

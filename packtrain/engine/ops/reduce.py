@@ -40,10 +40,8 @@ def broadcast_to_samples():
 
 
 def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
-    """Repeat x, of any type, up to sizes that are multiples of its own; new axes come first. ggml_repeat.
-
-    Unit axes are repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are.
-    """
+    """Repeat x, of any type, up to sizes that are multiples of its own; new axes come first. ggml_repeat. Unit axes are
+    repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are."""
     padded_shape = (1,) * (len(shape) - len(x.shape)) + x.shape
     is_valid = len(padded_shape) == len(shape) and all(
         s == n or (n and s % n == 0) for n, s in zip(padded_shape, shape, strict=True)

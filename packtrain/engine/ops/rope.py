@@ -105,8 +105,7 @@ def rope_table_samples():
 
 
 def grown(pos: Tensor, *, rate: float, length: int, offset: int = 0) -> Tensor:
-    """Return 1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: a factor of queries that grows with
-    position."""
+    """Return 1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: a factor of queries, growing with position."""
     growth = rate, length, offset
     table = rope_table(pos, dims=2, base=1.0, divisor=math.inf, growth=growth)
     pairs = reshape(table, shape=(*pos.shape, 2))

@@ -20,7 +20,7 @@ def _expand_keys(x):
 
 
 def _uses_torch_attention(q, k, positions, window, softcap):
-    """Whether PyTorch's own attention can compute this call: causal, no mask or window, equal heads, on the CPU."""
+    """Whether PyTorch's own attention can compute this: no positions, window or softcap; equal heads, on the CPU."""
     is_unmasked = not (window or softcap) and all(ids is None for ids in positions)
     is_supported = (q.is_cpu or q.is_meta) and q.dtype == k.dtype == torch.float32
     return is_unmasked and is_supported and q.shape == k.shape and q.numel() > 0

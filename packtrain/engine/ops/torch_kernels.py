@@ -186,8 +186,7 @@ def key_of(key, stream):
 
 
 def uniform(mixed_key, start, end):
-    """Return random numbers `start` (even) to `end` for a key_of, f32 from 0 to 1, with the bits of
-    kernels.counter_rng."""
+    """Return random numbers `start` (even) to `end` of a key_of, f32 from 0 to 1, with the bits of counter_rng."""
     first_word, last_word = start // 2 + 1, (end + 1) // 2 + 1
     z = torch.arange(first_word, last_word, dtype=torch.int64, device=mixed_key.device) * GOLDEN
     z += mixed_key

@@ -47,7 +47,8 @@ def _logit_grads(p, target_columns, is_ignored, weights):
 def linear_cross_entropy(
     out, x, w, targets, weights, b, *, chunk, softcap, precision, kernel=None, unpack_size=CHUNK
 ):
-    """Run linear_cross_entropy by chunks of rows; packed w is unpacked `unpack_size` values at a time.
+    """Run linear_cross_entropy into `out`, its results, by chunks of rows; packed w is unpacked `unpack_size` values at
+    a time.
 
     kernel  computes losses of logits and writes gradients over the logits; None: `_torch_losses`
     """

@@ -52,7 +52,7 @@ def coded_moments(w: Tensor) -> Tensors:
 
 
 def coded_leaves(kind: str, w: Tensor) -> Tensors:
-    """Return the state leaves of one moment of w in 8 bits: codes, and the scale of each block of 256."""
+    """Return the state leaves of moment `kind` of w in 8 bits: codes, and the scale of each block of 256."""
     num_blocks = -(-w.spec.size // BLOCK)
     codes = state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8)
     return codes, state(f"{kind}8_scale/{w.name}", (num_blocks,))

@@ -106,7 +106,6 @@ def next_length(low_point: LinePoint, high: LinePoint | None) -> float:
 
 def lbfgs_direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
     """Return the coefficients (2 m + 1,) of g, s_0 …, y_0 … whose sum is -H g, by the two-loop recursion in float64.
-
     dots (2 m + 1, m + 1) are the products of g, s_0 …, y_0 … with g, y_0 …. Pairs of `newest_first` (indices i of s_i,
     y_i) that are not curved do not count. Chen, Wang & Zhou 2014, "Large-scale L-BFGS using MapReduce"; Nocedal &
     Wright 2006, algorithm 7.4."""

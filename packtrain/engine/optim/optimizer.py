@@ -87,7 +87,7 @@ class Optimizer:
         check_values(type(self), plain_settings, "optimizer")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
-        """Return the step's numbers (such as the rate), the values of `hyper`, at step t, counted from 1."""
+        """Return the step's numbers, such as the rate `lr`: the values of `hyper` at step t, counted from 1."""
         return (lr,)
 
     def states(self, w: Tensor) -> Tensors:

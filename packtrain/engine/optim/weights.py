@@ -24,10 +24,8 @@ def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
 
 
 def write(w, values, key, stream):
-    """Write values to a weight; to bf16 with stochastic rounding, so that the mean over many draws is the value.
-
-    16 random bits are added to the 16 that are dropped, and the carry is kept.
-    """
+    """Write values to a weight; to bf16 with stochastic rounding, so that the mean over many draws is the value. 16
+    random bits are added to the 16 that are dropped, and the carry is kept."""
     if key is None:
         w[...] = values
         return

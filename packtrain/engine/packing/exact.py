@@ -62,7 +62,8 @@ def lower(
     start: Ints, end: Ints, size: Ints, offsets: Ints, bound: int, target_height: int = 0,
     clock: SearchClock = UNLIMITED_CLOCK,
 ) -> Iterator[tuple[Ints, bool]]:  # fmt: skip
-    """Yield packings of ever fewer bytes than `offsets`, each as (offsets, whether it is proved optimal).
+    """Yield packings of ever fewer bytes than `offsets`, each as (offsets, whether it is proved optimal); buffers as in
+    `pack`.
 
     bound          lower bound of the bytes
     target_height  bytes at which to stop
@@ -168,8 +169,7 @@ class _PackingPart:
         self.work_limit *= 2
 
     def _search_height(self, target_height: int, work_limit: int, budget: _WorkBudget) -> bool:
-        """Search all orders for offsets of at most `target_height`, in units; return whether such offsets are known
-        now."""
+        """Search all orders for offsets of at most `target_height` units; return whether such offsets are known now."""
         for sort_columns in ORDERS:
             if not self.min_height <= target_height < self.height or budget.is_spent:
                 break

@@ -91,7 +91,8 @@ def packings(
 
 
 def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
-    """Return the most bytes alive at once, and the first step at which they are: no packing can need less."""
+    """Return the most bytes alive at once, and the first step at which they are: no packing can need less. Buffers have
+    `size` bytes in steps [start, end), as in all functions here."""
     if not len(size):
         return 0, 0
     times, nbytes = alive_nbytes(start, end, size)
@@ -109,7 +110,7 @@ def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
 
 
 def packing_height(size: Ints, offsets: Ints) -> int:
-    """Return the bytes that a packing needs: the end of its highest buffer."""
+    """Return the bytes that a packing needs: the end of its highest buffer, the largest of offsets + size."""
     return int((offsets + size).max()) if len(size) else 0
 
 
@@ -188,7 +189,7 @@ def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
 def first_fit(
     start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
-    """Return offsets, each buffer in turn in the lowest gap between those alive with it; None if time runs out."""
+    """Return offsets: buffers in this order, each in the lowest gap between those alive with it; None: out of time."""
     offsets = np.zeros(len(size), np.int64)
     spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
@@ -212,7 +213,7 @@ def first_fit(
 def skyline(
     start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
-    """Return offsets: each time, the buffer that can go lowest is placed, on ties the first; None if time runs out."""
+    """Return offsets: each time, the buffer that can go lowest, on ties the first of `order`; None if out of time."""
     n = len(size)
     rank = np.empty(n, np.int64)
     rank[order] = np.arange(n)
@@ -235,8 +236,8 @@ def skyline(
 def _compiled_offsets(
     orders: Iterable[tuple[Packer, tuple[Ints, ...]]], lives: Ints, clock: SearchClock
 ) -> Iterator[Ints]:
-    """Yield offsets of `lives` (n, 3), start, end, size, by each (heuristic, sort keys), in parallel, until time runs
-    out."""
+    """Yield offsets of `lives` (n, 3), start, end, size, by each (heuristic, sort keys), in parallel while time is
+    left."""
     jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
         futures = [

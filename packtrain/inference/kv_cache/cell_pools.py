@@ -123,7 +123,7 @@ class CellPools:
         return max(self.window, CHECKPOINT_SPACING if self.num_states else 0)
 
     def check_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
-        """Raise ContextError for a sequence that does not exist, or positions below 0."""
+        """Raise ContextError for a sequence that does not exist, or if `since` or `until` is below 0."""
         if not isinstance(seq, int | np.integer) or not 0 <= seq < self.sequences:
             raise ContextError(f"there is no sequence {seq}; there are {self.sequences}, from 0 on")
         at_least(0, since=since, until=0 if until is None else until)
@@ -164,7 +164,8 @@ class CellPools:
         return PlacedTokens(inputs, cells_by_pool, unique_seqs, state_source)
 
     def next_positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Return the next tokens' positions, i32. Raises ContextError where sequences that share a token differ."""
+        """Return the next tokens' positions, i32; sets: each token's sequences. ContextError if these are not equally
+        long."""
         next_pos = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
         for i, token_seqs in enumerate(sets):
@@ -181,8 +182,8 @@ class CellPools:
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
-        """Return the first of `idle_seqs` to drop so that there is a cell for each of `seqs`, one a token. Raises
-        CacheFull."""
+        """Return the first of `idle_seqs` to drop so that each of `seqs` (one for each token) gets a cell. Raises
+        CacheFull if that is not enough."""
         for num_purged in range(len(idle_seqs) + 1):
             try:
                 self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))
@@ -280,8 +281,9 @@ class CellPools:
     def change_positions(
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1
     ) -> dict[str, CellMove]:
-        """Change positions of a sequence to pos // divisor + by, dropping those below 0; returns moves to run, by pool.
-        Cells that other sequences have, too, are copied first. The run of the moves also rotates keys."""
+        """Change positions of a sequence from `since` on, below `until`, to pos // divisor + by, dropping those below
+        0; returns moves of cells that the caller must run, by pool. Cells that other sequences have, too, are copied
+        first. The run of the moves also rotates keys."""
         at_least(-MAX_POSITION, by=by)
         at_least(1, divisor=divisor)
         if max(self.all.next(seq) + by, by, divisor) > MAX_POSITION:

@@ -264,11 +264,11 @@ class Context:
                 self.remove(other_seq)
 
     def shift(self, seq: int, by: int, since: int = 0, until: int | None = None) -> None:
-        """Add `by` to positions of a sequence; tokens below 0 are removed."""
+        """Add `by` to positions of a sequence from `since` on, below `until`; tokens below 0 are removed."""
         self._change_positions(seq, since, until, by=by)
 
     def divide(self, seq: int, divisor: int, since: int = 0, until: int | None = None) -> None:
-        """Divide positions of a sequence, rounding down: several tokens may then have one position."""
+        """Divide positions of a sequence from `since` on, below `until`, rounding down: several tokens may have one."""
         self._change_positions(seq, since, until, divisor=divisor)
 
     def _change_positions(self, seq: int, since: int, until: int | None, **options: int) -> None:

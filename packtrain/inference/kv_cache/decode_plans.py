@@ -38,8 +38,7 @@ class RunSizes:
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Choose sizes of runs: `prompts`, and powers of two for up to `rows` answers at once; rows 0: a result a
-        token."""
+        """Choose sizes of runs: `prompts`, and powers of two for up to `rows` answers; rows 0: a result a token."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
@@ -80,7 +79,8 @@ class RunSizes:
 
 
 def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
-    """Return where runs end a few tokens before the ends of prompts, to save scan states: texts often go back there."""
+    """Return where runs end a few tokens before the ends of prompts, to save scan states: texts often go back there.
+    Arguments as in RunSizes.parts."""
     tokens_by_seq = dict[int, list[int]]()
     for i, token_seqs in enumerate(sets):
         tokens_by_seq.setdefault(token_seqs[0], []).append(i)
@@ -93,8 +93,9 @@ def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
 
 
 def shared_end(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
-    """Return the first index where a sequence shares a token with others than before, where a run must end; else
-    `run_end`, as runs with states take sequences that share all their tokens or none."""
+    """Return the first index where a sequence shares a token with others than before, from `run_start` on: a run must
+    end there; else `run_end`, as runs with states take sequences that share all tokens or none. sets: sequences of each
+    token."""
     seqs_by_member = dict[int, frozenset[int]]()
     for i in range(run_start, run_end):
         token_seqs = frozenset(sets[i])

@@ -87,7 +87,7 @@ class CellTable:
         self._ordered_cells.clear()
 
     def append(self, cells: np.ndarray, pos: np.ndarray, owners: Sequence[Sequence[int]]) -> None:
-        """Give free cells the next positions of the sequences that own them."""
+        """Give free cells the next positions, `pos`, of the sequences that own them: `owners` of each cell."""
         new_cells = dict[int, list[int]]()
         for new_cell, cell_seqs in zip(cells.tolist(), owners, strict=True):
             for seq in cell_seqs:

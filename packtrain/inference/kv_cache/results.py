@@ -37,7 +37,8 @@ def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
 
 
 def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
-    """Return the indices of tokens with results; None: the last of each sequence. Raises ContextError."""
+    """Return the indices of tokens with results, checked; None: the last token of each sequence; sets: each token's
+    sequences. Raises ContextError."""
     last_rows = {seqs[0]: i for i, seqs in enumerate(sets)}
     rows = sorted(last_rows.values()) if requested_rows is None else [*requested_rows]
     all_integers = all(isinstance(row, int | np.integer) for row in rows)

@@ -259,7 +259,7 @@ class StateCheckpoints:
     saved_states: list[tuple[int, int, SavedSequences]] = field(default_factory=list)
 
     def is_due(self, seq: int, position: int) -> bool:
-        """Return whether `token_spacing` tokens have been read since the last checkpoint of a sequence."""
+        """Return whether, at this position, a sequence has read `token_spacing` tokens since its last checkpoint."""
         last = max((at for owner_seq, at, _ in self.saved_states if owner_seq == seq), default=0)
         return position >= last + self.token_spacing
 

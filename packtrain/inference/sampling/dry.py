@@ -56,7 +56,7 @@ def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int,
 
 
 def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
-    """Return the Z function of a reversed text: the length of the prefix that recurs at each position."""
+    """Return the Z function of a reversed text: at each position, the length of its prefix that recurs there."""
     ids, num_tokens = reversed_ids.tolist(), len(reversed_ids)
     match_lengths, window_start, window_end = [0] * num_tokens, 0, 0
     for k in range(1, num_tokens):

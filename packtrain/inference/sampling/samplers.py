@@ -82,7 +82,7 @@ def logit_bias(c: Candidates, biases: Mapping[int, float]) -> Candidates:
 def recent_penalties(
     c: Candidates, recent_ids: Sequence[int], repeat: float, frequency: float, presence: float
 ) -> Candidates:
-    """Penalize recent tokens: logit / repeat (· repeat where negative) − count · frequency − presence."""
+    """Penalize each of `recent_ids`: logit / repeat (· repeat where negative) − its count · frequency − presence."""
     if not len(recent_ids) or (repeat, frequency, presence) == (1, 0, 0):
         return c
     seen_ids, counts = np.unique(np.asarray(recent_ids, np.int64), return_counts=True)

@@ -117,7 +117,7 @@ class Sampling:
         return MappingProxyType(bias_by_id)
 
     def check_sampling(self, vocab_size: int | None = None) -> None:
-        """Raise InputError if samplers or biases cannot be parsed, or a bias is for no token."""
+        """Raise InputError if samplers or biases cannot be parsed, or a bias is for no token below `vocab_size`."""
         self.order  # noqa: B018
         worst = max(self.biases, default=0)
         if vocab_size is not None and worst >= vocab_size:

@@ -224,8 +224,7 @@ class BlockChain:
         return solution
 
     def _make_solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwoPassSolver:
-        """Return a solver that finds choices of at most `nbytes`; with `keep_nothing`, of strategies that save
-        nothing."""
+        """Return a solver that finds choices of at most `nbytes`; `keep_nothing`: of strategies that save nothing."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
             options = block.lean_options if keep_nothing else block.options

@@ -126,7 +126,7 @@ def byte_ticks(max_nbytes: int, max_steps: int) -> list[int]:
 
 
 def step_ticks(last: int, max_steps: int) -> list[int]:
-    """Return ticks of an axis of steps: multiples of 1, 2 or 5 times a power of ten, at most `max_steps` + 1."""
+    """Return ticks of an axis up to step `last`: multiples of 1, 2 or 5 times 10^n, at most `max_steps` + 1."""
     sizes = (factor * 10**power for power in range(20) for factor in (1, 2, 5))
     tick_step = next(size for size in sizes if last // size <= max_steps)
     return list(range(0, last + 1, tick_step))

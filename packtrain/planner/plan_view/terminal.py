@@ -69,8 +69,8 @@ def _line_labels(scene: PlanScene) -> list[str]:
 
 
 def _glyph(upper: int, lower: int, color: bool) -> str:
-    """Return a half-block character for two rows of the picture, given the index of each one's category or FREE_CELL.
-    Without colour, it has the shade of the lower one."""
+    """Return a half-block character for two rows of the picture, given the category's index, or FREE_CELL, of the upper
+    and of the lower one. Without colour, it has the shade of the lower one."""
     if upper == lower == FREE_CELL:
         return " "
     if FREE_CELL in (upper, lower):

@@ -79,7 +79,7 @@ def row_dot(
 
 @triton.jit
 def masked_scores(products, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return attention's scores (queries, keys), -inf where hidden, and the softcap's slope at each."""
+    """Return scores of products q k^T (scaled, capped, -inf where `mask` is false), and the softcap's slope at each."""
     z = products * scale
     slope = z
     if HAS_SOFTCAP:

@@ -101,8 +101,7 @@ def unpack_blocks(y, x, code):
 
 @cache
 def _triton_function(code):
-    """Compile the unpacking function of `code` with Triton, with WORDS in place of the CPU's words; None if WORDS lacks
-    one."""
+    """Compile the unpacking function of `code` with Triton, with WORDS for the CPU's words; None if WORDS lacks one."""
     source_function, bindings, words = code.function, dict[str, object](), ()
     for name in source_function.__code__.co_names:
         value = source_function.__globals__.get(name)

@@ -301,7 +301,7 @@ class Executor:
     # ---- running
 
     def watch(self, pattern: str, see: See) -> None:
-        """Call `see(name, value)` whenever a step computes a tensor whose name matches the shell pattern."""
+        """Call `see(name, value)`, in later runs, for each computed tensor whose name matches the shell pattern."""
         self.watchers.append((pattern, see))
 
     def __call__(

@@ -81,7 +81,7 @@ class TransferCopies:
         return self.copies[key]
 
     def _view_of_copy(self, t: Tensor, copied_part: Tensor, copy: Tensor, suffix: str) -> Tensor:
-        """Return what t is of `copied_part`, itself or a view of it, for `copy`: itself or an equal view of it."""
+        """Return `copy` if t is `copied_part`; if t is a view of that, an equal view of `copy`, named with `suffix`."""
         if t is copied_part:
             return copy
         assert t.call is not None

@@ -317,7 +317,7 @@ class ServingEngine:
         self, batch: Sequence[tuple[Slot, int]], row_results: Sequence[SamplerInput],
         hidden_states: Iterator[np.ndarray],
     ) -> None:  # fmt: skip
-        """Give the results of a run to the slots that have read all their tokens, or whose prompts are scored."""
+        """Give a run's results to slots that have read all tokens; score prompts by their tokens' `hidden_states`."""
         result_iterator = iter(row_results)
         for slot, num_tokens in batch:
             answer = slot.answer

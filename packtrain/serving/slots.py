@@ -86,7 +86,8 @@ class SlotAnswer:
         return self.job.scores_prompt and not self.output_ids
 
     def wanted_rows(self, num_tokens: int) -> range:
-        """Return which of the next `num_tokens` tokens need results: the last one of `left`, with guesses all."""
+        """Return which of the next `num_tokens` tokens, by index, need results: all if there are guesses, else the last
+        of `left` (the tokens still to read) if it is among them."""
         if self.guess:
             return range(num_tokens)
         return range(num_tokens - (num_tokens == len(self.left)), num_tokens)

@@ -203,7 +203,7 @@ def _weight_grads(outputs, b):
 
 
 def _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs):
-    """Return gradients for all inputs of linear_cross_entropy, given the gradients of the losses by row."""
+    """Return gradients of linear_cross_entropy for x, w, targets, weights and b, given those of the losses by row."""
     is_frozen = w.dtype not in TRAINABLE and b is None
     if is_frozen and weights.kind == "constant" and np.all(weights.value == 1):
         return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None, None

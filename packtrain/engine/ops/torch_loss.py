@@ -89,7 +89,8 @@ def _head(kernel, size, losses, right, dx, x, targets, weights, dw, db, w, b, so
 
 
 def _torch_losses(logits, losses, right, targets, weights, b, softcap, has_gradients):
-    """Write each row's loss, and whether its target has the largest logit (`right`); return gradients, over logits."""
+    """Write each row's loss, and to `right`, unless None, whether its target has the largest logit; return gradients,
+    written over the logits, if `has_gradients`, else None."""
     if b is not None:
         logits.add_(b)
     target_columns, is_ignored = _target_columns(targets)

@@ -119,7 +119,7 @@ def clamp_samples():
 
 
 def _values_off_bounds(n):
-    """Return n sample values that are not so near to a bound that finite differences cross it."""
+    """Return n sample values, none so near to clamp's bounds that finite differences cross one."""
     return -1.005 + 0.01 * ((np.arange(n) * 37) % 211)
 
 

@@ -61,7 +61,7 @@ class AdamW(Optimizer):
     def step_along(
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> Tensors:
-        """Write the update of w along the direction, the last result of an update of moments; return new handles."""
+        """Write the update of w along the direction, last of `moments_result`; return new handles, of moments and w."""
         *handles, direction = moments_result
         parts = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
         lr, weight_decay, c1 = parts

@@ -108,8 +108,8 @@ class Optimizer:
     def measured(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Write the updates for a graph of their own; return extra outputs, which `drive` reads to run the step, and
-        the handles."""
+        """Write the updates for a graph of their own; return ({name: extra output}, [updated leaves]): `drive` reads
+        the extra outputs to run the step."""
         return {}, list(self.updates(pairs, step_inputs))
 
     def drive(self, step: StepRunner, t: int, lr: float) -> Values:

@@ -24,8 +24,9 @@ def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
 
 
 def write(w, values, key, stream):
-    """Write values to a weight; to bf16 with stochastic rounding, so that the mean over many draws is the value. 16
-    random bits are added to the 16 that are dropped, and the carry is kept."""
+    """Write values to a weight; to bf16 with stochastic rounding by `stream` of a random key (None for f32), so that
+    the mean over many draws is the value. 16 random bits are added to the 16 that are dropped, and the carry is kept.
+    """
     if key is None:
         w[...] = values
         return
@@ -43,7 +44,7 @@ def parts_of(w, *tensors):
 
 
 def write_torch(w, values, key, stream, chunk_start, is_finite):
-    """Write values to the part of a weight that begins at element `chunk_start`, as `write` does, if `is_finite`."""
+    """Write values, if `is_finite`, to w, part of a weight from element `chunk_start` on; key, stream as in `write`."""
     if key is not None:
         bits = uniform(key_of(key, stream), chunk_start, chunk_start + len(w)).mul_(65536).int()
         bits = (bits.add_(values.float().view(torch.int32)) >> 16).to(torch.int16)

@@ -106,7 +106,7 @@ class Grammar:
             self._check_matcher(f"token {id} cannot come here")
 
     def _check_trigger(self, id: int) -> None:
-        """If token `id` completes a trigger, stop waiting and let the grammar read the text from the trigger on."""
+        """If token `id` completes a trigger (token or word), stop waiting; the grammar reads the text from there on."""
         if id in self._trigger_ids:
             self.awaits_trigger = False
             self._matcher.consume_token(id)

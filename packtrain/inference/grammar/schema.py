@@ -172,7 +172,8 @@ def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
 
 
 def _can_repeat_names(min_count: Any, names: Any) -> bool:
-    """Return whether minProperties cannot be enforced: one name written twice could count as two that it asks for."""
+    """Return whether a minProperties of `min_count` cannot be enforced beside the required `names`: a name written
+    twice could count as two."""
     num_names = len({*map(str, names)}) if isinstance(names, list) else 0
     return isinstance(min_count, int | float) and min_count > num_names + 1
 
@@ -242,7 +243,7 @@ class _SchemaCloser:
         return end | closed_schema | {"properties": properties}
 
     def _closed_value(self, key: str, part: Any, is_merged: bool) -> Any:
-        """Return the value of a keyword with closed subschemas, and patterns and bounds as llguidance reads them."""
+        """Return a keyword's value with closed subschemas (see `closed`), patterns, bounds as llguidance reads them."""
         if key in NAMED_SCHEMAS and isinstance(part, dict):
             key_of = automaton_pattern if key == "patternProperties" else str
             return {key_of(name): self.closed(subschema) for name, subschema in part.items()}
@@ -302,7 +303,7 @@ class _SchemaCloser:
                 yield from self._all_parts(branch, seen_ids)
 
     def _definition_reference(self, ref: Any, is_merged: bool) -> Any:
-        """Return a `$ref` to the closed target of `ref`, which joins `parts` once, as a schema may contain itself."""
+        """Return a `$ref` to the target of `ref`, closed (see `closed`) in `parts`, as a schema may contain itself."""
         if (target := self._reference_target(ref)) is None:
             return ref
         if (definition_key := (id(target), is_merged)) not in self._names:

@@ -120,9 +120,9 @@ class CellTable:
     def line_inputs(
         self, seqs: Sequence[int], lines: int, prefix: str, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return inputs of a run, whose names begin with `prefix`: positions of all cells, and by sequence, in `lines`
-        lines, the indices of its cells and how many they are, or without `flash` (fused attention) 1 for its cells
-        among all."""
+        """Return inputs of a run, by names that begin with `prefix`: `pos`, positions of all cells; `order` (lines,
+        cells) and `counts` (lines,), the indices of each sequence's cells and how many there are; or without `flash`
+        (fused attention) `seen` (lines, cells), 1 for its cells, else 0."""
         if not flash:
             visible_cells = np.zeros((lines, len(self)), np.float32)
             for line, seq in enumerate(seqs):

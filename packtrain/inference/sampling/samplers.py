@@ -174,8 +174,8 @@ def xtc(
 
 def infill(c: Candidates, piece: Callable[[int], bytes], end_ids: Sequence[int]) -> Candidates:
     """Keep tokens of a gap, of the 128 likeliest, if they are much likelier than its end: llama.cpp's sampler. A token
-    and those that begin with it count as the likeliest of them. `end_ids`: tokens that end the gap, the first of which
-    stands for all where no other token has a probability of 0.2."""
+    and those that begin with it (by `piece`, a token's text) count as the likeliest of them. `end_ids`: tokens that end
+    the gap, the first of which stands for all where no other token has a probability of 0.2."""
     c = top_k(c, MAX_INFILL_CANDIDATES)
     probs, is_end = probabilities(c.logits), np.isin(c.ids, end_ids)
     end_prob = float(probs[is_end].sum())

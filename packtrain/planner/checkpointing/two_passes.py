@@ -54,7 +54,8 @@ class TwoPassSolver:
         return slot_rows
 
     def _moves(self, rows: chain_solver.SlotRows, work_slots: int) -> Iterator[SolverMove]:
-        """Yield the possible moves, options or splits, for the next earlier block; rows[m] is the table of m blocks."""
+        """Yield the possible moves, options or splits, for the next earlier block, whose backward pass has
+        `work_slots`; rows[m] is the table of m blocks."""
         first, end = self.first_solver, self.first_solver.num_slots + 1
         for k, option in enumerate(first.options):
             kept_slots, extra_work = first.sizes[k][0], self._extra_work(*first.sizes[k])

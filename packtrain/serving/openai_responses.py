@@ -96,7 +96,8 @@ def input_messages(body: JsonBody) -> list[JsonObject]:
 
 
 def add_message(messages: list[JsonObject], role: str, parts: JsonObject) -> None:
-    """Append a message; thoughts, words and calls of one answer, which are separate items, join in one message."""
+    """Append a message with `parts` as its fields; thoughts, words and calls of one answer, separate items, join in
+    one."""
     last = messages[-1] if messages else {}
     if role != "assistant" or last.get("role") != role:
         messages.append({"role": role, "content": None, **parts})

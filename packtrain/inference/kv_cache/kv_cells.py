@@ -56,8 +56,8 @@ class CellTable:
         return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
     def free_cells(self, seq: int, freed: int = 0) -> np.ndarray:
-        """Return cells that sequence `seq` may take: those that no sequence has, or none but the sequences in the bit
-        mask `freed`, which are about to be dropped."""
+        """Return cells that sequence `seq` may take: those that no sequence has, or only sequences that are in the bit
+        mask `freed` and about to be dropped."""
         if self.num_parts == 1:
             return np.flatnonzero(self.sets & ~freed == 0)
         size = len(self) // self.num_parts

@@ -191,7 +191,7 @@ def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
 
 
 def _outside_nbytes(placed: Placed, place: ArenaKey, alignment: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, of states and of constants in the space of `place`, each rounded to the alignment."""
+    """Return the bytes of weights, states and constants in the space of `place`, each rounded up to the alignment."""
     nbytes_by_kind = {"weight": 0, "state": 0, "constant": 0, "input": 0}
     for leaf in placed.graph.leaves:
         if (placed.home[leaf].space, "") == place:

@@ -13,8 +13,8 @@ def thinking_marks(template: str, template_marks: tuple[str, str]) -> tuple[str,
 
 
 def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] = MARKS) -> bool:
-    """Return whether an answer begins within thoughts: the partial answer, or else the prompt, has an opening mark
-    (marks[0]) not closed yet."""
+    """Return whether an answer begins within thoughts: its partial text has an opening mark (marks[0]) that is not
+    closed, or without partial text the prompt ends with one."""
     if partial_answer is not None:
         return partial_answer.rfind(marks[0]) > partial_answer.rfind(marks[1])
     return prompt.rstrip().endswith(marks[0])

@@ -212,8 +212,8 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 def suffix_prompts(
     tokenizer: Tokenizer, prompts: Sequence[list[int]], suffix: str, is_echoed: bool
 ) -> list[list[int]]:
-    """Return prompts, as tokens, for texts between each of `prompts` and `suffix`. Raises InputError, or if
-    `is_echoed`."""
+    """Return prompts, as tokens, for the texts between each of `prompts` and `suffix`. Raises InputError, for example
+    if `is_echoed`, which suffix excludes."""
     if missing := fill_in_middle.missing_tokens(tokenizer):
         raise InputError(f"suffix is not supported by this model: {missing}")
     if is_echoed:

@@ -25,11 +25,11 @@ class CodeLayout:
     group_size       values that share a step and a low
     num_codes        number of codes; above 64 a code is a signed byte
     low              value of code 0, in steps; None if the block has its own offsets
-    half_offsets     places of its f16 values: the units of steps and of lows
-    quads, runs      place of codes' low bits, and number of runs: of a run, the lowest bits of its bytes come first
+    half_offsets     byte offsets of its f16 values: the unit of steps and, if there are two, that of lows
+    quads, runs      byte offset of codes' low bits, number of runs: of a run, the lowest bits of its bytes come first
     num_low_bits     number of low bits: four or two
-    high, high_runs  place of the bits above, and number of runs, likewise
-    scales           the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
+    high, high_runs  byte offset of the bits above, and number of runs, likewise
+    scales           (raw) -> integers that the f16 values are multiplied by, (rows, blocks, groups) f32 each; None: 1
     table            the values that codes stand for in the equation, rising, f32; None: the codes themselves
     """
 
@@ -83,7 +83,7 @@ class QuantMix:
 
 
 def _role(name: str, form: str) -> Callable[["Dtype", Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of Dtype for functions of this form; types of single values have (…, n) for n values."""
+    """Return a method of Dtype that registers a kernel for role `name`; `form`: its arguments, with block 1 also n."""
 
     def register(self: "Dtype", function: Callable[..., Any]) -> Callable[..., Any]:
         self.code[name] = CompiledFunction(function)
@@ -155,7 +155,7 @@ class Dtype:
     def codes(
         self, max_code: int, *, code_offset: int = 0
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a function (w, i) of the i-th 64 codes, see int8_dot; max_code is their size without code_offset."""
+        """Register a function (w, i) -> U8x64, the i-th 64 codes of a chunk at w; see CompiledFunction, int8_dot."""
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
             self.code["codes"] = CompiledFunction(function, False, code_offset, max_code)
@@ -177,7 +177,7 @@ class Dtype:
 
     @property
     def chosen(self) -> bool:
-        """Whether error feedback can choose codes for scales that stay."""
+        """Whether calibration (error feedback) can choose this type's codes while the scales of a block stay."""
         return self.layout is not None or self.points is not None
 
     @property
@@ -186,7 +186,7 @@ class Dtype:
 
     @property
     def file_type(self) -> int:
-        """The number of a file whose matrices are of this type."""
+        """The number (llama_ftype) of a file whose matrices are of this type."""
         return self.mixes[-1].file_type
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class Dtype:
 
 
 class DtypeFamily(tuple[Dtype, ...]):
-    """Types whose functions of a role differ by numbers alone: their decorators take a function that makes each."""
+    """Several types as one: `@family.role` decorates make(dtype), which returns each type's function of the role."""
 
     def __getattr__(self, role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def register(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,10 +217,10 @@ def dtype_named(name: str) -> Dtype:
 
 
 def scalar_dtype(name: str, number: int | None, numpy: str) -> Dtype:
-    """Define a type that NumPy has."""
+    """Define and register a type of single values: its number in files, or None, and the name of NumPy's type."""
     return Dtype(name, number, 1, np.dtype(numpy).itemsize, np.dtype(numpy))
 
 
 def block_dtype(name: str, number: int, block: int, nbytes: int, **options: Any) -> Dtype:
-    """Define a block type."""
+    """Define and register a type of `block` values in `nbytes` bytes, its number in files; options: Dtype's fields."""
     return Dtype(name, number, block, nbytes, np.dtype([(name, f"V{nbytes}")]), **options)

@@ -19,7 +19,7 @@ IQ4_LOW_WORD, IQ4_HIGH_WORD = map(int, (NL + 128).astype(np.uint8).view("<i8"))
 
 @part
 def fifth_bits(w: int, nbytes: int, i: int) -> U8x64:
-    """Return the fifth bits of 64 codes of four blocks, in place."""
+    """Return bit 4 of the i-th 64 codes of four blocks `nbytes` apart, in place; w: the first block's fifth bits."""
     at = w + 2 * i
     low_bits = short_at(at, 0) | (short_at(at + nbytes, 0) << 16)
     high_bits = short_at(at + 2 * nbytes, 0) | (short_at(at + 3 * nbytes, 0) << 16)
@@ -27,7 +27,7 @@ def fifth_bits(w: int, nbytes: int, i: int) -> U8x64:
 
 
 def codes_of_32(dtype):
-    """Return the function `codes` of a type with four or five bits for each code."""
+    """Return the function `codes`, (w, i) -> U8x64, of a type of blocks of 32 with four or five bits for each code."""
     codes_at, fifth_at, nbytes = dtype.layout.quads, dtype.layout.high, dtype.block_nbytes
 
     def codes(w, i):
@@ -71,7 +71,7 @@ def codes_iq4_nl(w, i):
 
 @part
 def nibbles_of_eight(w: int, i: int) -> U8x64:
-    """Return eight codes of each of the eight groups of a q4_K or q5_K block."""
+    """Return the low four bits of codes 8 i … 8 i + 7 of all eight groups of a q4_K or q5_K block, which lie at w."""
     return intrinsics.low_and_high(intrinsics.twice_of_four(w + 8 * i)) & 15
 
 

@@ -11,7 +11,7 @@ Function = Callable[..., Any]
 
 
 class Placeholder:
-    """A function that compiled code calls by its name."""
+    """A name that stands for a function in compiled code; `meaning` gives the function's type once kernels compile."""
 
     meaning: Callable[[], object]  # numba's type of the function, once kernels are compiled
 
@@ -24,8 +24,8 @@ class CompiledFunction(Placeholder):
     """A function in dtypes/, to be compiled; int is i64, np.float32 f32, I32x16 and F32x16 are vectors of 16.
 
     is_inlined   whether it is compiled into its callers; else it is compiled once, and called
-    code_offset  what is added to the codes that the function gives
-    max_code     largest magnitude of the codes without code_offset
+    code_offset  for `codes`: what the function has added to each code, so that codes are bytes without sign
+    max_code     for `codes`: largest magnitude of the codes before code_offset is added
     is_signed    whether the codes without code_offset are signed bytes
     """
 

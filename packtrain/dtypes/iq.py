@@ -19,7 +19,7 @@ EVEN_SIGNS = np.array([i | (i.bit_count() % 2) << 7 for i in range(128)], np.int
 
 
 def iq4_xs_scales(raw: Bytes) -> tuple[np.ndarray]:
-    """Return the scales of iq4_xs: the low four bits of all eight, and the other two bits, stored before them."""
+    """Return (scales,) of iq4_xs, f32 (rows, blocks, 8): four low bits of each, and two stored before them, - 32."""
     groups = np.arange(8, dtype=np.uint8)
     low_bits = raw[..., 4 + groups // 2] >> groups % 2 * 4
     high_bits = raw[..., 2 + groups // 4] >> groups % 4 * 2
@@ -35,7 +35,7 @@ iq4_xs = block_dtype("iq4_xs", 23, 256, 136, smaller=iq4_nl, richer=q5_K, layout
 def on_grid(
     name: str, number: int, nbytes: int, merge_dtype: Dtype, column_weights_need: str = ""
 ) -> Dtype:
-    """Define a type of 256 values whose codes name points of a grid."""
+    """Define a type of 256 values whose codes name points of a grid, POINTS[name]; arguments are fields of Dtype."""
     options: dict[str, Any] = {
         "smaller": iq4_nl, "richer": q5_K, "merge_dtype": merge_dtype, "column_weights_need": column_weights_need,
     }  # fmt: skip
@@ -73,13 +73,13 @@ iq1_m.mix("IQ1_M", 31, attn_output=iq2_xxs, **POORER_MIX)
 
 @part
 def signed(v: F32x16, bits: int) -> F32x16:
-    """Return v, negated in each lane whose bit is set."""
+    """Return v, negated in each lane i where bit i is set."""
     return intrinsics.put_where(v, bits, intrinsics.neg(v))
 
 
 @part
 def two_signs(bits: int) -> int:
-    """Return the signs of two groups of eight values, of which seven each are stored."""
+    """Return 16 bits, the signs of two eights, from seven stored bits each; the eighth makes their number even."""
     return EVEN_SIGNS[bits & 127] | (EVEN_SIGNS[bits >> 7 & 127] << 8)
 
 
@@ -179,7 +179,7 @@ def unpack_iq3_s(y, at):
 
 @part
 def eight_of(indices: int, ninth_bits: int) -> int:
-    """Return eight values, as bytes, of two indices: low bytes at `indices`, upper bits the lowest of `ninth_bits`."""
+    """Return eight bytes, the values of two points: low bytes of their numbers at `indices`, bit 8 in ninth_bits."""
     first_index = byte_at(indices, 0) | ((ninth_bits & 1) << 8)
     second_index = byte_at(indices, 1) | ((ninth_bits & 2) << 7)
     return IQ3_S_GRID[first_index] | (IQ3_S_GRID[second_index] << 32)

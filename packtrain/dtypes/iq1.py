@@ -20,7 +20,7 @@ SUMS_LENGTH = 48  # f32 of running sums, read sixteen at a time
 
 @compiled_function
 def put_sort_order(order: int, x: int, n: int) -> None:
-    """Write the numbers of n values at x, the lowest value first, as bytes."""
+    """Write the numbers of n f32 at address x, the lowest value first, as bytes to address `order`."""
     ranks = scratch(32)
     for i in range(0, n, 16):
         v, rank = load(x, i), intrinsics.splat(0.0)
@@ -37,7 +37,7 @@ def put_sort_order(order: int, x: int, n: int) -> None:
 
 @compiled_function
 def put_running_sums(running_sums: int, x: int, w: int, order: int, n: int) -> None:
-    """Write the sums of w * x, then of w, of the first j values in order, j = 0 … n; of a group of 16 for each half."""
+    """Write sums of w * x, then of w, of the first j values in order, j = 0 … n, to running_sums; n = 16: by half."""
     for i in range(0, 4 * SUMS_LENGTH, 16):
         store(running_sums, i, intrinsics.splat(0.0))
     for j in range(n):
@@ -51,7 +51,7 @@ def put_running_sums(running_sums: int, x: int, w: int, order: int, n: int) -> N
 
 @compiled_function
 def put_two_sums(sums: int, at: int, first_split: int, second_split: int) -> None:
-    """Write the sums of splits of a group of 32: at `first_split`, and at `second_split` and the fifteen after it."""
+    """Write sums of 16 splits of a group of 32, at first_split and second_split + 0 … 15; `at`: running sums."""
     x, w = load(at, second_split), load(at, SUMS_LENGTH + second_split)
     first_x, first_w = peek(at, first_split), peek(at, SUMS_LENGTH + first_split)
     middle_x, middle_w = x - first_x, w - first_w
@@ -67,7 +67,7 @@ def put_two_sums(sums: int, at: int, first_split: int, second_split: int) -> Non
 
 @compiled_function
 def put_four_sums(sums: int, running_sums: int, first_split: int, second_split: int) -> None:
-    """Write the sums of splits of two halves of 16: all as the highest value, less what the others differ by."""
+    """Write to `sums` those of 16 splits of a group of 16, by half, at first_split and second_split + 0 … 15."""
     part_sums = scratch(128)
     for half in range(2):
         at = running_sums + half * 8 * SUMS_LENGTH
@@ -87,7 +87,7 @@ def put_four_sums(sums: int, running_sums: int, first_split: int, second_split: 
 
 @compiled_function
 def better_split(sums: int, num_kinds: int, num_lanes: int, best_score: int) -> int:
-    """Return the last split that beats best_score (score, scale), as lane * 4 + kind, or -1; updates best_score."""
+    """Return the last split in `sums` that beats best_score (score, scale), as lane * 4 + kind, or -1; updates it."""
     best_index, lane_bits = -1, 0
     for split_kind in range(num_kinds):
         lx, ll = load(sums, split_kind * 32), load(sums, split_kind * 32 + 16)
@@ -105,7 +105,7 @@ def better_split(sums: int, num_kinds: int, num_lanes: int, best_score: int) -> 
 
 @compiled_function
 def best_split(running_sums: int, n: int, best_score: int) -> int:
-    """Return the best split of the sorted values: first + 64 * second + 4096 * kind; -1 if there are no weights."""
+    """Return the best split of n values, first + 64 * second + 4096 * kind, or -1; best_score gets (score, scale)."""
     sums, best_code = scratch(128), -1
     poke(best_score, 0, -FAR)
     for first_split in range(n + 1):
@@ -124,7 +124,7 @@ def best_split(running_sums: int, n: int, best_score: int) -> int:
 def value_sums(
     x: int, w: int, levels: int, n: int, down_bits: int, value_scale: f32, lx: f32, ll: f32
 ) -> tuple[f32, f32]:
-    """Return lx and ll plus the sums of w * value * x and w * value * value; down_bits: points shifted down."""
+    """Return lx and ll plus sums of w * value * x and w * value**2 of n levels; down_bits: which eights shift down."""
     for i in range(n):
         shift = -LEVEL_SHIFT if down_bits >> (i >> 3) & 1 else LEVEL_SHIFT
         value = (f32(byte_at(levels, i)) - f32(1) + shift) * value_scale
@@ -135,7 +135,7 @@ def value_sums(
 
 @compiled_function
 def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> int:
-    """Write the points (u16) and the scale of a group; returns bits of the points that are shifted down."""
+    """Write a group's points to numbers (u16), its scale to scale_at; returns bits of points that are shifted down."""
     order, running_sums, levels, best_score = scratch(8), scratch(192), scratch(8), scratch(2)
     for k in range(n // 8):
         intrinsics.put_short(numbers, k, 0)
@@ -197,7 +197,7 @@ def snap_iq1_s(block, src, column_weights, t):
 def put_scale(
     y: int, x: int, w: int, t: int, numbers: int, downs: int, levels: int, spread: f32, d: f32
 ) -> None:
-    """Write an iq1_m block's scales: by group from `levels`, and the unit that suits its `numbers` and `downs`."""
+    """Write an iq1_m block's scales: by group from `levels`, and the unit that suits `numbers` and `downs`, or d."""
     weights, point, lx, ll, unit_half = scratch(16), scratch(4), f32(0), f32(0), scratch(1)
     for i in range(16):
         group, level = i * 64, byte_at(levels, i)

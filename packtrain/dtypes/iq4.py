@@ -31,7 +31,7 @@ def nearest_codes(v: intrinsics.F32x16) -> intrinsics.I32x16:
 
 @compiled_function
 def fit_table_scale(x: int, w: int) -> f32:
-    """Return the scale of 32 values, weighted by w: the best that maps their extreme to 127, or to -134 … -120."""
+    """Return the scale of 32 f32 at x, weighted by w: the best that maps their extreme to 127, or to -134 … -120."""
     extreme_value, code_values, inverses = intrinsics.extreme(x, 32), load(NL, 0), scratch(16)
     if abs(extreme_value) < NOTHING:
         return f32(0)
@@ -58,7 +58,7 @@ def fit_table_scale(x: int, w: int) -> f32:
 
 @intrinsics.part
 def put_table_codes(y: int, x: int, scale: f32) -> None:
-    """Write the table codes of 32 values for a scale."""
+    """Write the table codes of 32 f32 at x, with this scale, to 16 bytes at y."""
     inverse = f32(1) / scale if scale != 0 else f32(0)
     low, high = nearest_codes(load(x, 0) * inverse), nearest_codes(load(x, 16) * inverse)
     intrinsics.put_bytes(y, 0, low | (high << 4))
@@ -66,7 +66,7 @@ def put_table_codes(y: int, x: int, scale: f32) -> None:
 
 @compiled_function
 def put_iq4_nl_block(y: int, x: int, w: int) -> None:
-    """Write a block of iq4_nl; w is 0 if columns have no weights."""
+    """Write 32 f32 at x as a block of iq4_nl at y; w: address of the columns' weights, or 0."""
     weights = scratch(32)
     put_point_weights(weights, x, w, 32, f32(2) * sum_of_squares(x, 32) / f32(32))
     scale = fit_table_scale(x, weights)
@@ -76,7 +76,7 @@ def put_iq4_nl_block(y: int, x: int, w: int) -> None:
 
 @compiled_function
 def put_iq4_xs_block(y: int, x: int, w: int) -> None:
-    """Write a block of iq4_xs, whose eight scales have six bits each; w is 0 if columns have no weights."""
+    """Write 256 f32 at x as a block of iq4_xs, with eight scales of six bits, at y; w: columns' weights, or 0."""
     weights, scales, high_bits = scratch(32), scratch(16), 0
     spread = f32(2) * sum_of_squares(x, 256) / f32(256)
     store(scales, 0, intrinsics.splat(0.0))

@@ -54,7 +54,7 @@ def put_words(raw: Bytes, start_byte: int, values: np.ndarray, dtype: str) -> No
 
 
 def pack_bits(bit_fields: np.ndarray, group_size: int, bits: int) -> np.ndarray:
-    """Join each `group_size` neighbours of `bits` bits side by side, the first one lowest; u32."""
+    """Join each group_size neighbours on the last axis, `bits` bits each, to a u32, the first one lowest."""
     code_groups = bit_fields.astype(np.uint32).reshape(*bit_fields.shape[:-1], -1, group_size)
     return np.bitwise_or.reduce(
         code_groups << np.arange(0, bits * group_size, bits, dtype=np.uint32), -1
@@ -62,7 +62,7 @@ def pack_bits(bit_fields: np.ndarray, group_size: int, bits: int) -> np.ndarray:
 
 
 def times_unit(by: np.ndarray, raw: Bytes, start_byte: int = 0) -> np.ndarray:
-    """Multiply by the f16 unit at byte `start_byte` of each block."""
+    """Return `by`, (rows, blocks, …), times the f16 unit at byte start_byte of each block."""
     return read_words(raw, start_byte, 1, "<f2").astype(f32) * by
 
 

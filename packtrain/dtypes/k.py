@@ -245,7 +245,7 @@ def write_q6_K_codes(y: int, codes: int) -> None:
 
 @intrinsics.part
 def put_scale_bits(y: int, i: int, scale: int, offset: int, scale_4: int, offset_4: int) -> None:
-    """Write scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
+    """Write scales and offsets, six bits each, of groups i and i + 4 to the q4_K or q5_K block at y."""
     intrinsics.put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
     intrinsics.put_byte(y, 8 + i, offset | (offset_4 >> 4 << 6))
     intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((offset_4 & 15) << 4))
@@ -253,7 +253,7 @@ def put_scale_bits(y: int, i: int, scale: int, offset: int, scale_4: int, offset
 
 @intrinsics.compiled_function
 def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_trials: int) -> None:
-    """Write the first 16 bytes of a q4_K or q5_K block, from which scale_and_min reads."""
+    """Write the first 16 bytes of a q4_K or q5_K block at y for 256 f32 at x: scales by codes.fit with these trials."""
     scales, mins = intrinsics.scratch(8), intrinsics.scratch(8)
     largest_scale, lowest_min = f32(0), f32(0)
     for i in range(NUM_GROUPS):
@@ -275,7 +275,7 @@ def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_tri
 
 @intrinsics.part
 def put_group_codes(codes: int, y: int, x: int, max_code: f32) -> None:
-    """Write the codes of a q4_K or q5_K block, whose scales are stored, for values at x."""
+    """Write to `codes`, as f32, codes 0 … max_code of 256 f32 at x by the scales of the q4_K or q5_K block at y."""
     for i in range(0, 256, 16):
         d, offset = scale_and_min(y, i // 32)
         d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
@@ -318,7 +318,7 @@ def fit_symmetric_scale(x: int) -> f32:
 
 @intrinsics.compiled_function
 def put_q6_K_scales(y: int, x: int) -> None:
-    """Write the last 18 bytes of a q6_K block: sixteen scales and their unit."""
+    """Write the last 18 bytes of a q6_K block at y for 256 f32 at x: sixteen scales and their unit."""
     scales, extreme_scale = intrinsics.scratch(16), f32(0)
     for i in range(2 * NUM_GROUPS):
         intrinsics.poke(scales, i, fit_symmetric_scale(x + i * 64))

@@ -11,14 +11,14 @@ f32 = np.float32
 
 @compiled_function
 def requantize(codes: int, x: int, d: f32, offset: f32, low: f32, max_code: f32) -> None:
-    """Write the codes of 16 values for their stored scale, `low` as 0; with a scale of 0 the search's codes stay."""
+    """Write (x + offset) / d of 16 f32 at x, rounded within low … max_code, less low, to codes; if d is 0, none."""
     if d != 0:
         store(codes, 0, intrinsics.rounded((load(x, 0) + offset) / d, low, max_code) - low)
 
 
 @compiled_function
 def write_q2_K_codes(y: int, codes: int) -> None:
-    """Write the codes of a q2_K block, 256 f32 at `codes`."""
+    """Write 256 codes, f32 at `codes`, to the q2_K block at y."""
     for half_index in range(2):
         for lane in range(0, 32, 16):
             half_codes = codes + half_index * 512 + lane * 4
@@ -29,7 +29,7 @@ def write_q2_K_codes(y: int, codes: int) -> None:
 
 @compiled_function
 def put_q2_K_codes(y: int, x: int, codes: int) -> None:
-    """Write the codes of a q2_K block for its stored scales."""
+    """Write to the q2_K block at y codes of 256 f32 at x by its stored scales; `codes`: the search's, overwritten."""
     for i in range(16):
         scale = intrinsics.byte_at(y, i)
         d = intrinsics.half_at(y, 40) * f32(scale & 15)
@@ -62,7 +62,7 @@ def pack_q2_K(block, at):
 
 @compiled_function
 def put_q3_K_scales(y: int, scales: int) -> None:
-    """Write the sixteen scales of a q3_K block, 0 … 63, from which six_bit_scales reads them."""
+    """Write sixteen scales, f32 0 … 63 at `scales`, to the q3_K block at y, from which six_bit_scales reads them."""
     for i in range(8):
         low_bits, high_bits = int(peek(scales, i)), int(peek(scales, i + 8))
         intrinsics.put_byte(y, 96 + i, (low_bits & 15) | ((high_bits & 15) << 4))
@@ -74,7 +74,7 @@ def put_q3_K_scales(y: int, scales: int) -> None:
 
 @compiled_function
 def write_q3_K_codes(y: int, codes: int) -> None:
-    """Write the codes of a q3_K block, 256 f32 at `codes`."""
+    """Write 256 codes, f32 at `codes`, to the q3_K block at y."""
     for lane in range(0, 32, 16):
         top_bits = intrinsics.spread_bits(0)
         for half_index in range(2):
@@ -89,7 +89,7 @@ def write_q3_K_codes(y: int, codes: int) -> None:
 
 @compiled_function
 def put_q3_K_codes(y: int, x: int, codes: int) -> None:
-    """Write the codes of a q3_K block for its stored scales."""
+    """Write to the q3_K block at y codes of 256 f32 at x by its stored scales; `codes`: the search's, overwritten."""
     scales = scratch(16)
     store(scales, 0, intrinsics.to_floats(six_bit_scales(y)) * intrinsics.half_at(y, 54))
     for i in range(16):

@@ -18,7 +18,7 @@ OFF, ANY, ALL = 0, 1, 2
 
 @intrinsics.part
 def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> intrinsics.I32x16:
-    """Return levels 0 … max_level of 16 values times `inverse`; too large values lose their upper bits, as in ggml."""
+    """Return levels 0 … max_level of f32 i … i + 15 at x times `inverse`; too large values lose bits, as in ggml."""
     rounded = intrinsics.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUNDING_SHIFT)
     v = intrinsics.to_floats((rounded & 0x007FFFFF) - 0x00400000)
     return intrinsics.to_bits(
@@ -28,14 +28,14 @@ def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> intrinsics.I32x16
 
 @intrinsics.part
 def level_key(levels: int, bits: int) -> int:
-    """Return the bits of four levels side by side."""
+    """Return the low `bits` bits of four levels, the bytes of an i32, side by side: a key of the grid's table."""
     level_pairs, low_mask = levels | (levels >> (8 - bits)), (1 << (2 * bits)) - 1
     return (level_pairs & low_mask) | (level_pairs >> (16 - 2 * bits) & (low_mask << (2 * bits)))
 
 
 @intrinsics.part
 def table_entry(t: int, levels: int, width: int) -> int:
-    """Return the table's entry for the levels of one point."""
+    """Return the entry in the table at t (see neighbours) of the point whose `width` levels are bytes at `levels`."""
     if width == 4:
         return word_at(t, level_key(word_at(levels, 0), 3))
     return word_at(t, level_key(word_at(levels, 0), 2) | (level_key(word_at(levels, 1), 2) << 8))
@@ -43,7 +43,7 @@ def table_entry(t: int, levels: int, width: int) -> int:
 
 @intrinsics.part
 def put_point(to: int, t: int, point_number: int, width: int) -> None:
-    """Write the levels of a point."""
+    """Write the `width` levels of a point, by its number in the table at t, as bytes to address `to`."""
     first_word = (4096 if width == 4 else 65536) + point_number * width // 4
     for i in range(width // 4):
         intrinsics.put_word(to, i, word_at(t, first_word + i))
@@ -53,7 +53,7 @@ def put_point(to: int, t: int, point_number: int, width: int) -> None:
 def nearest_point(
     t: int, entry: int, x: int, w: int, scale: f32, width: int, by: f32, value_shift: f32
 ) -> int:
-    """Return the point of a table entry with the least weighted error; level l means (2 l + 1) by + value_shift."""
+    """Return an entry's point nearest to x, weighted by w; level l means ((2 l + 1) by + value_shift) * scale."""
     nbytes = 32 + 16 * width
     first, best, chunks = t + (entry >> 8) * nbytes, intrinsics.splat(FAR), intrinsics.splat(0.0)
     for chunk in range(entry & 255):
@@ -79,7 +79,7 @@ def nearest_point(
 def put_levels(
     to: int, x: int, w: int, n: int, width: int, inverse: f32, scale: f32, point_bits: int, t: int
 ) -> int:
-    """Write grid levels of a group's points whose bit is set; returns the bits of points that were off the grid."""
+    """Write to `to` grid levels of a group's points whose bit is set; returns bits of those that were off the grid."""
     all_levels, off_grid, max_level = scratch(8), 0, f32(7) if width == 4 else f32(2)
     for i in range(0, n, 16):
         intrinsics.put_bytes(all_levels, i, levels_of(x, i, inverse, max_level))
@@ -98,7 +98,7 @@ def put_levels(
 
 @compiled_function
 def level_sums(x: int, w: int, levels: int, n: int) -> tuple[f32, f32]:
-    """Return the sums of w * x * value and w * value * value of n levels."""
+    """Return the sums of w * x * value and w * value * value of n levels, bytes at `levels`; value = 2 level + 1."""
     products, squares, lx, ll = scratch(32), scratch(32), f32(0), f32(0)
     for i in range(0, n, 16):
         value, weight = intrinsics.to_floats(intrinsics.bytes_at(levels, i)) * 2.0 + 1.0, load(w, i)
@@ -142,7 +142,7 @@ def fit_points(
 
 @compiled_function
 def put_magnitudes(magnitudes: int, x: int, w: int, n: int, paired: int) -> int:
-    """Write magnitudes of values, return the bits of negative ones; if `paired`, of each eight one may change its sign.
+    """Write magnitudes of n f32 at x, return bits of negative ones; if `paired`, of each eight one may change its sign.
 
     Then the number of signs is even: the value whose error weighs least changes, and its magnitude is below zero.
     """
@@ -171,7 +171,7 @@ def put_magnitudes(magnitudes: int, x: int, w: int, n: int, paired: int) -> int:
 
 @compiled_function
 def put_point_weights(weights: int, x: int, w: int, n: int, spread: f32) -> None:
-    """Write the error weights of a group; without column weights squares, for n = 16 plus a quarter of the spread."""
+    """Write the error weights of n f32 at x; if w is 0 (no weights of columns) squares, for n = 16 plus spread / 4."""
     if w != 0:
         put_value_weights(weights, x, w, n, spread)
     else:
@@ -188,7 +188,7 @@ def fit_block(
     """Fit 256 values: write point numbers (u16), sign bits, scales (f32) of groups of n; returns the largest scale.
 
     min_magnitude  a group of smaller values is all zeros
-    num_trials     on either side of the plain scale, at distances of `step`
+    num_trials     on either side of the plain scale, `step` apart; paired: even signs; refit: OFF, ANY or ALL
     """
     weights, sizes, levels, codes = scratch(32), scratch(32), scratch(16), scratch(32)
     spread_factor, max_scale = f32(1) if paired and width == 8 else f32(2), f32(0)
@@ -225,7 +225,7 @@ def fit_block(
 
 @compiled_function
 def put_scales(y: int, levels: int, scales: int, max_scale: f32, unit_factor: f32) -> None:
-    """Write a block's scale, times `unit_factor`, to its first two bytes, and its groups' scales as levels 0 to 15."""
+    """Write the scales' unit, times unit_factor, to the f16 at y, and the groups' scales as bytes 0 to 15 to levels."""
     d = max_scale / f32(31)
     intrinsics.put_half(y, 0, d * unit_factor)
     intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
@@ -233,7 +233,7 @@ def put_scales(y: int, levels: int, scales: int, max_scale: f32, unit_factor: f3
 
 @compiled_function
 def put_nibbles(y: int, levels: int, n: int) -> None:
-    """Write the low four bits of n bytes, two in each byte."""
+    """Write the low four bits of n bytes at `levels` to y, two in each byte, the first one lowest."""
     for i in range(n // 2):
         byte_pair = intrinsics.short_at(levels, i)
         intrinsics.put_byte(y, i, (byte_pair & 15) | (byte_pair >> 4 & 240))

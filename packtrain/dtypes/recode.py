@@ -58,7 +58,7 @@ UNIT_CODE = 8  # the code that stands for 1 in that table
 
 @part
 def nearest_codes(x: int, lane: int, d: f32, low: f32, max_code: f32) -> intrinsics.F32x16:
-    """Return codes 0 … max_code of 16 values, from `lane` on, for value = code * d + low."""
+    """Return codes 0 … max_code, as f32, of f32 lane … lane + 15 at address x, for value = code * d + low."""
     d = d if d != 0 else f32(1)
     shifted_values = (load(x, lane) - low) / d + load(x + RESIDUAL_OFFSET, lane)
     return intrinsics.rounded(shifted_values, f32(0), max_code)
@@ -66,7 +66,7 @@ def nearest_codes(x: int, lane: int, d: f32, low: f32, max_code: f32) -> intrins
 
 @part
 def put_32(y: int, x: int, d: f32, low: f32, max_code: f32) -> int:
-    """Write the low four bits of the codes of 32 values; returns the fifth bits."""
+    """Write the low four bits of nearest_codes of 32 f32 at x to 16 bytes at y; returns the fifth bits, an i32."""
     first = intrinsics.to_bits(nearest_codes(x, 0, d, low, max_code))
     second = intrinsics.to_bits(nearest_codes(x, 16, d, low, max_code))
     put_bytes(y, 0, (first & 15) | ((second & 15) << 4))
@@ -119,7 +119,7 @@ def recode_q3_K(y, x):
 
 @part
 def put_group_codes(codes: int, y: int, x: int, max_code: f32) -> None:
-    """Write the codes of a q4_K or q5_K block."""
+    """Write to `codes`, as f32, nearest_codes of 256 f32 at x by the scales of the q4_K or q5_K block at y."""
     for i in range(0, 256, 16):
         d, m = scale_and_min(y, i // 32)
         store(codes, i, nearest_codes(x, i, d, -m, max_code))
@@ -155,7 +155,7 @@ def is_above(limit: f32, v: intrinsics.F32x16) -> intrinsics.F32x16:
 
 @intrinsics.compiled_function
 def nearest_iq4_codes(x: int, lane: int, d: f32) -> intrinsics.I32x16:
-    """Return the table codes of 16 values: the lower neighbour, or the next one where more than half is left."""
+    """Return table codes of f32 lane … lane + 15 at x, scale d: the lower neighbour, or the next above a half."""
     code_values, v = load(NL, 0), load(x, lane) / (d if d != 0 else f32(1))
     num_below = is_above(f32(-104), v) + is_above(f32(-83), v) + is_above(f32(-65), v)
     num_below = num_below + is_above(f32(-49), v) + is_above(f32(-35), v) + is_above(f32(-22), v)

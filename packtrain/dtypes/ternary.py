@@ -51,7 +51,7 @@ def unpack_tq2_0(y, block):
 
 @compiled_function
 def max_magnitude(x: int) -> f32:
-    """Return the largest magnitude of 256 values."""
+    """Return the largest magnitude of 256 f32 at address x."""
     magnitudes = intrinsics.splat(0.0)
     for i in range(0, 256, 16):
         magnitudes = intrinsics.maximum(magnitudes, intrinsics.absolute(intrinsics.load(x, i)))
@@ -60,7 +60,7 @@ def max_magnitude(x: int) -> f32:
 
 @part
 def ternary_codes(x: int, i: int, inverse: f32) -> I32x16:
-    """Return codes 0 to 2 of 16 values: times `inverse`, rounded to nearest, ties away from zero, plus one."""
+    """Return codes 0 to 2 of f32 i … i + 15 at x: times inverse, rounded to nearest, ties away from zero, plus one."""
     v = intrinsics.load(x, i) * inverse
     not_above = intrinsics.select_less(-0.5, v, 1.0, 0.0)
     return intrinsics.to_bits(intrinsics.select_less(v, 0.5, not_above, 2.0))

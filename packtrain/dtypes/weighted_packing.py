@@ -29,7 +29,7 @@ def sum_of_squares(x: int, n: int) -> f32:
 
 @intrinsics.compiled_function
 def put_value_weights(weights: int, x: int, w: int, n: int, spread: f32) -> f32:
-    """Write the error weights of n values, w * sqrt(spread + x * x); returns their sum."""
+    """Write w * sqrt(spread + x * x), the error weights of n f32 at x, to `weights`; returns their sum."""
     weight_sum = f32(0)
     for i in range(0, n, 16):
         v = load(x, i)
@@ -44,7 +44,7 @@ def put_value_weights(weights: int, x: int, w: int, n: int, spread: f32) -> f32:
 
 @intrinsics.part
 def put_32_codes(y: int, codes: int) -> int:
-    """Write the low four bits of 32 codes; returns the fifth bits."""
+    """Write the low four bits of 32 codes, f32 at `codes`, to 16 bytes at y; returns the fifth bits, an i32."""
     first_codes, second = intrinsics.to_bits(load(codes, 0)), intrinsics.to_bits(load(codes, 16))
     put_bytes(y, 0, (first_codes & 15) | ((second & 15) << 4))
     return intrinsics.set_lanes(first_codes & 16) | (intrinsics.set_lanes(second & 16) << 16)
@@ -113,7 +113,7 @@ def weigh_q3_K(block, src, w, _):
 
 @intrinsics.compiled_function
 def put_weighted_scales(y: int, x: int, w: int, max_code: int, codes: int) -> None:
-    """Write the first 16 bytes of a q4_K or q5_K block, and its codes to `codes`, as f32."""
+    """Write the first 16 bytes of a q4_K or q5_K block at y for 256 f32 at x, weights w, and f32 codes to `codes`."""
     weights, sums, scales, mins = scratch(32), scratch(16), scratch(16), scratch(16)
     scale_codes, min_codes = scratch(16), scratch(16)
     spread = f32(2) * sum_of_squares(x, 256) / f32(256)

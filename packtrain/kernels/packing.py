@@ -23,7 +23,7 @@ TOTAL, CROSSING, FILLED = 0, 1, 2
 
 @kernel("out_longs1, i64, i64")
 def sort_keys(keys, key_start, key_stop):
-    """Shellsort: short, in place, and fast for the few hundred keys of a frame."""
+    """Sort keys[key_start:key_stop] in place, by Shellsort: short, and fast for the few hundred keys of a frame."""
     gap = 1
     while 3 * gap + 1 < key_stop - key_start:
         gap = 3 * gap + 1
@@ -53,9 +53,9 @@ def count_buffer(buffers, sections, i, sign):
 
 @kernel("i64(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, out_longs1)")
 def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
-    """Place buffer c of a frame: the others become the next frame, lifted if they overlap it; returns how many were.
+    """Place buffer c of the frame stack[top : top + count]: its key moves to `top`, the others become the next frame.
 
-    Lifted keys before and, sorted, after go to `free`, for `undo_placement`. Keys above the new floor do not move.
+    Those that overlap it rise to its top; returns how many. Their keys before and after, sorted, go to stack[free], ….
     """
     key, frame_end = stack[top + c], top + count
     i, shift = index_of(key, bits), 2 * bits
@@ -90,7 +90,7 @@ def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
 
 @kernel("out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64")
 def undo_placement(buffers, sections, stack, top, c, free, n, bits):
-    """Undo `place_buffer`, which lifted n keys."""
+    """Undo `place_buffer` of these arguments, which lifted n keys."""
     first_lifted, last_lifted = top + 1, top + 1
     if n > 0:
         while stack[first_lifted] < stack[free + n]:
@@ -121,7 +121,7 @@ def undo_placement(buffers, sections, stack, top, c, free, n, bits):
 
 @part("i64(out_longs2, out_longs2, i64)", forceinline=False)
 def max_beside(buffers, sections, i):
-    """Return the most unplaced bytes of a section of buffer i, without the buffer's own."""
+    """Return the most unplaced bytes beside buffer i, without its own, in any section of its life."""
     max_total = 0
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         max_total = max(max_total, sections[TOTAL, s])
@@ -130,7 +130,7 @@ def max_beside(buffers, sections, i):
 
 @part("boolean(out_longs2, out_longs2, i64, i64, i64, i64, i64)", forceinline=False)
 def add_under(buffers, sections, i, offset, left, right, target):
-    """Return whether buffer i's sections fit above `offset` without their FILLED bytes; then counts i as FILLED."""
+    """Return whether offset + TOTAL - FILLED <= target in i's sections of left … right - 1; counts i as FILLED."""
     for s in range(max(left, buffers[FIRST, i]), min(right, buffers[LAST, i])):
         if offset + sections[TOTAL, s] - sections[FILLED, s] > target:
             return False
@@ -140,10 +140,10 @@ def add_under(buffers, sections, i, offset, left, right, target):
 
 @kernel("boolean(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, i64, i64)")
 def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at, n):
-    """Return whether a frame may still end below the target if nothing of it is placed before key `min_key`.
+    """Return whether frame stack[top : top + count] may end below `target` if none of it is placed before key min_key.
 
     In each section, buffers that cannot be placed below h need their bytes above h, for every h. That is checked only
-    where buffers rose: the n keys that `place_buffer` lifted, and those before `min_key`, which rise by one or more.
+    where buffers rose: the n keys at lifted_at that `place_buffer` lifted, and those before min_key: by one or more.
     """
     frame_end, min_offset, cursor = top + count, min_key >> 2 * bits, top
     left, right = sections.shape[1], 0
@@ -180,7 +180,10 @@ def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at,
 
 @kernel("i64(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, i64, out_longs1)")
 def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, bits, offsets):
-    """Write a frame of the buffers between two edges, ranked by RANK, fullest section and number; returns its size."""
+    """Write to stack[to] a frame of those of stack[top : top + count] that live between two edges (sections).
+
+    Their keys get new ranks, by RANK, fullest section and number. Returns the frame's size; `offsets` (n,) is scratch.
+    """
     new_end, shift = to, 2 * bits
     max_total = (1 << (KEY - shift)) - 1
     for d in range(top, top + count):
@@ -200,7 +203,7 @@ def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, b
 
 @part("i64(out_longs2, i64, i64)", forceinline=False)
 def edge(sections, left_edge, right_edge):
-    """Return the next section that no unplaced buffer enters from its left; or `right_edge`."""
+    """Return the first section after left_edge that no unplaced buffer enters from its left; or `right_edge`."""
     for s in range(left_edge + 1, right_edge):
         if sections[CROSSING, s] == 0:
             return s
@@ -209,7 +212,7 @@ def edge(sections, left_edge, right_edge):
 
 @part("boolean(out_longs2, out_longs1, i64, i64, i64)", forceinline=False)
 def has_twin(buffers, stack, top, c, bits):
-    """Return whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
+    """Return whether a buffer equal to number c of the frame at `top`, and as low, comes before: it is placed first."""
     i = index_of(stack[top + c], bits)
     for d in range(top + c - 1, top - 1, -1):
         if stack[d] >> 2 * bits != stack[top + c] >> 2 * bits:
@@ -307,7 +310,7 @@ BLOCK_SIZE = 128
 
 @part("i64(out_longs2, i64, i64)", forceinline=False)
 def first_above(placed, n, floor):
-    """Return the first of n placed buffers whose bottom is not below the floor."""
+    """Return the first of n placed buffers (rows by bottom) whose bottom is not below the floor; n if there is none."""
     low_index, high_index = 0, n
     while low_index < high_index:
         middle = (low_index + high_index) // 2
@@ -322,7 +325,7 @@ def first_above(placed, n, floor):
 def first_fit(lives, order, offsets, placed, limits):
     """Write the offsets of `packing.pack.first_fit`; returns SOLVED, or STOPPED.
 
-    lives   (n, 3)  start, end, bytes
+    lives   (n, 3)  start, end, bytes; order (n,) numbers the buffers, the first to be placed first; limits as in pack
     placed  (n, 4)  scratch: start, end, bottom and top of the placed buffers, by bottom
     """
     for n in range(len(order)):
@@ -347,7 +350,7 @@ def first_fit(lives, order, offsets, placed, limits):
 
 @part("out_longs2, out_longs2, i64, i64", forceinline=False)
 def measure_block(lives, blocks, b, n):
-    """Write first start, last end and least key of a block of buffers; placed buffers do not count."""
+    """Write first start, last end and least key of block b, BLOCK_SIZE of n buffers; placed buffers do not count."""
     block_start, end, min_key = 1 << KEY, -(1 << KEY), 1 << KEY
     for i in range(b * BLOCK_SIZE, min(n, (b + 1) * BLOCK_SIZE)):
         if blocks[i, KEYS] < 1 << KEY:
@@ -358,7 +361,7 @@ def measure_block(lives, blocks, b, n):
 
 @part("out_longs2, out_longs2, i64, i64, i64, i64", forceinline=False)
 def lift_keys(lives, blocks, start, end, floor, n):
-    """Raise to a floor the keys of buffers that are alive during an interval."""
+    """Raise to a floor the keys (offset * n + rank) of those of n buffers that are alive between start and end."""
     for b in range((n + BLOCK_SIZE - 1) // BLOCK_SIZE):
         has_overlap = blocks[b, FIRST_START] < end and start < blocks[b, LAST_END]
         if has_overlap and blocks[b, MIN_KEY] < floor * n:

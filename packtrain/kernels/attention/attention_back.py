@@ -33,11 +33,11 @@ from packtrain.kernels.simd.simd_f32 import (
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, i64, f32")
 def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
-    """Write lse in powers of two and delta = scale * sum(dy * y) of the rows of a block to `state`.
+    """Write to `state` what softmax_back needs of each query: lse in powers of two, and delta = scale * sum(dy * y).
 
-    state  (2, QUERIES)   lse and delta
-    dy, y  (num_rows, width)
-    lse    (num_rows,)
+    state  (2, QUERIES)       f32 at an address: lse, then delta; `lanes` of each, whole vectors, 0 from num_rows on
+    dy, y  (num_rows, width)  f32 at addresses, rows `stride` f32 apart
+    lse    (num_rows,)        f32 at an address
     """
     for i in range(0, lanes, LANES):
         store(state, i, load_part(lse, i, num_rows - i) * LOG2E)
@@ -52,9 +52,9 @@ def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
 
 @kernel("i64, i64, i64, i64, i64, f32")
 def softmax_back(scores, d_scores, lanes, count, state, cap):
-    """Turn scores into p = 2**(scores - lse), and d_scores into p * (d_scores - delta); both (count, lanes).
+    """Turn scores into p = 2**(scores - lse), d_scores into p * (d_scores - delta); both (count keys, lanes queries).
 
-    cap > 0: d_scores also times 1 - (scores / cap)**2, the slope of the cap.
+    These and `state`, by init_softmax_back, are addresses. cap > 0: d_scores also times slope 1 - (scores / cap)**2.
     """
     for i in range(0, lanes, LANES):
         lse, delta = load(state, i), load(state, QUERIES + i)
@@ -73,7 +73,10 @@ def softmax_back(scores, d_scores, lanes, count, state, cap):
     "UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, positions4, i64, score_rule, i64, i64, i64"
 )
 def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query):
-    """Compute the gradients of one block of queries of one head: writes its rows of dq, adds to dk and dv."""
+    """Compute gradients of the block of queries from `first_query` on, of head h, row b: writes dq, adds to dk, dv.
+
+    grads = (dq, dk, dv), positions = (q_pos, k_pos, q_seq, k_seq), rule = (scale, window, cap); reads keys 0 … keys - 1
+    """
     (dq, dk, dv), (scale, window, cap) = grads, rule
     (q_pos, k_pos, q_seq, k_seq), (T, H, D) = positions, q.shape[1:]
     (S, K), G = k.shape[1:3], dk.shape[2]
@@ -112,7 +115,10 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
 
 @kernel("UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, positions4, i64, score_rule, i64, i64")
 def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, is_added, task):
-    """Compute or add dk and dv of one head in one row of the batch, and dq of the query heads that read it."""
+    """Compute dk and dv of KV head task % G in batch row task // G, and dq of the query heads that read this head.
+
+    G is the number of heads of dk. dq is written; dk and dv, too, or added to if `is_added`. Tuples: see attend_back.
+    """
     T, H, D = q.shape[1:]
     S, G = grads[1].shape[1:3]
     b, head, group_size = task // G, task % G, H // G
@@ -126,7 +132,10 @@ def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, is_added, task)
 
 @kernel("out4, out4, i64, i64")
 def add_heads(x, head_grads, is_added, row_index):
-    """Write to x[row_index], or add, the sum of the heads of head_grads[row_index] that share a head of x, in order."""
+    """Sum head_grads (B, S, H, D) over the query heads of each KV head, in order, at place row_index = b S + s.
+
+    The sums are written to x (B, S, K, D), or added to it if `is_added`.
+    """
     K, D = x.shape[2:]
     group_size = head_grads.shape[2] // K
     for k in range(K):

@@ -35,7 +35,7 @@ cell_positions_type = Tuple((ints1, ints1, ints2, ints1, ints1))
 
 @kernel("i64, bytes3, i64, i64, ints2, i64, i64, i64")
 def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells):
-    """Copy a head of cells order[cell_row, cell_start …] to f32 rows (num_cells, width) at `target`."""
+    """Copy a head of num_cells cells order[cell_row, cell_start …] of x as f32 (num_cells, width) to `target`."""
     head_nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
     for j in range(num_cells):
         head_target = target + 4 * j * width
@@ -50,7 +50,7 @@ def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells)
 
 @kernel("bytes3, i64, ints2, i64, i64, i64")
 def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
-    """Prefetch the bytes that gather_heads will read."""
+    """Prefetch the bytes that gather_heads will read with these arguments."""
     head_nbytes, cell_stride = x.shape[2], x.shape[1] * x.shape[2]
     for j in range(cell_start, cell_start + num_cells):
         source = x.ctypes.data + i64(order[cell_row, j]) * cell_stride + head * head_nbytes
@@ -60,7 +60,7 @@ def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
 
 @part("i64(ints2, i64, i64, ints1, i64)")
 def first_cell_at(order, cell_row, num_cells, pos, min_position):
-    """Return the index of a row's first cell at `min_position` or later; its cells are ordered by position."""
+    """Return the first i < num_cells with pos[order[cell_row, i]] >= min_position, else num_cells: a binary search."""
     low_index, high_index = i64(0), num_cells
     while low_index < high_index:
         middle = (low_index + high_index) // 2
@@ -76,7 +76,7 @@ def first_cell_at(order, cell_row, num_cells, pos, min_position):
 
 @kernel("i64, i64, i64, i64, i64, i64, f32")
 def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
-    """scores (num_heads, KEYS) = factor * q k, for the heads of one query that share a kv head."""
+    """scores (num_heads, KEYS) = factor * q k at addresses; q (num_heads, width) of a query, k (count, width)."""
     for j in range(count):
         for h in range(num_heads):
             dot = splat(0.0)
@@ -89,11 +89,11 @@ def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
 
 @kernel("i64, i64, i64, i64, i64, i64")
 def online_softmax_row(scores, count, sums, h, y, width):
-    """Do a step of the online softmax for row h of scores; its weighted values so far are row h of y.
+    """Do a step of the online softmax with `count` scores of head h: they become powers, earlier results are rescaled.
 
-    scores  (heads, KEYS)
-    sums    (2, MAX_HEADS)  maximum and sum
-    y       (heads, width)
+    scores  (heads, KEYS)   f32 at an address; row h becomes 2**(scores - the new maximum)
+    sums    (2, MAX_HEADS)  f32 at an address: maxima and sums so far
+    y       (heads, width)  f32 at an address: values so far, weighted
     """
     old_max = peek(sums, h)
     row, top, added = scores + 4 * KEYS * h, splat(old_max), splat(0.0)
@@ -115,7 +115,7 @@ def online_softmax_row(scores, count, sums, h, y, width):
 
 @kernel("i64, i64, i64, i64")
 def finish_softmax_row(num_heads, sums, y, width):
-    """Divide rows y (num_heads, width) by their sums; 0 for a query without keys."""
+    """Divide rows y (num_heads, width) by their sums, sums[1]; addresses. Rows are 0 for a query without keys."""
     for h in range(num_heads):
         exp_sum = peek(sums, MAX_HEADS + h)
         inverse_sum = f32(1.0) / exp_sum if exp_sum != 0 else exp_sum
@@ -126,7 +126,10 @@ def finish_softmax_row(num_heads, sums, y, width):
 
 @kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64")
 def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
-    """Compute the attention of one query, for the heads of one kv head."""
+    """Write y of query task // K for the query heads that share KV head task % K; other arguments are attention's:
+
+    cell_positions = (q_pos, q_row, order, counts, k_pos), rule = (scale, window, cap)
+    """
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
     t, head, heads_per_kv = task // K, task % K, H // K
@@ -166,7 +169,7 @@ def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
 
 @kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64, i64, i64")
 def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_queries):
-    """Compute the attention of one head for consecutive queries of one sequence."""
+    """Write y of head h for num_queries queries from first_query on, of one sequence; tuples are as in attend_query."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
     lanes, cell_row, head = -(-num_queries // LANES) * LANES, i64(q_row[first_query]), h // (H // K)
@@ -195,7 +198,7 @@ def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_quer
 
 @kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64")
 def attend_query_block(y, q, k, v, cell_positions, sinks, rule, task):
-    """Compute the attention of one head for a block of queries, sequence by sequence."""
+    """Write y of a head for a block of queries, sequence by sequence: `task` counts the blocks, head after head."""
     T, D = q.shape[0], q.shape[2]
     q_row, block_size = cell_positions[1], queries_in_block(D)
     num_blocks = -(-T // block_size)
@@ -225,12 +228,12 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, wind
     cap * tanh(scores / cap). Query head h reads kv head h // (H / K).
 
         q, y          (T, H, D)      f32, D <= 512
-        k, v          (S, K, bytes)  of heads in f32, f16 or Q8_0, both alike
-        q_pos, q_row  (T,)           i32
-        order         (R, S)         i32, cells by position
-        counts        (R,)           i32, number of cells of each row
-        k_pos         (S,)           i32, positions of cells
-        sinks         (H,)           f32, or (0,); see attention
+        k, v          (S, K, bytes)  u8: heads in f32, f16 or Q8_0, k and v alike
+        q_pos, q_row  (T,)           i32: position of each query, and its row of `order`
+        order         (R, S)         i32: cells that a query may see, by position
+        counts        (R,)           i32: number of cells of each row
+        k_pos         (S,)           i32: positions of cells
+        sinks         (H,)           f32, or (0,); see flash_attention.attention
     """
     T, H, D = q.shape
     if D > WIDEST:

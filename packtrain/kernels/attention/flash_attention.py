@@ -35,7 +35,7 @@ def queries_in_block(head_width):
 
 @kernel("i64, i64, i64, i64, i64, i64, f32")
 def pack(columns, lanes, x, stride, num_rows, width, factor):
-    """columns (width, lanes) = factor * x transposed, x (num_rows, width); lanes beyond the rows are 0."""
+    """columns (width, lanes) = factor * x.T at addresses; x (num_rows, width), rows `stride` f32 apart; then zeros."""
     for d in range(0, width, LANES):
         for i in range(0, lanes, LANES):
             target, source = columns + 4 * (d * lanes + i), x + 4 * (i * stride + d)
@@ -51,9 +51,9 @@ def soften(scores, lanes, count, sums, value_columns, width):
     max = max(old max, scores), scores = 2**(scores - max), decay = 2**(old max - max),
     sum = decay * sum + sum(scores), value_columns = decay * value_columns
 
-        scores         (count, lanes)
-        sums           (2, QUERIES)    maximum and sum
-        value_columns  (width, lanes)  the weighted values so far
+        scores         (count, lanes)  f32 at an address: a row for each key, a lane for each query
+        sums           (2, QUERIES)    f32 at an address: maximum and sum
+        value_columns  (width, lanes)  f32 at an address: the weighted values so far
     """
     for i in range(0, lanes, LANES):
         old_max = load(sums, i)
@@ -80,7 +80,7 @@ def soften(scores, lanes, count, sums, value_columns, width):
 
 @kernel("i64, i64, i64, i64, in1, i64")
 def begin(sums, value_columns, lanes, width, sinks, h):
-    """Start the online softmax before the first key: sums of 0, or of 1 relative to the head's sink; see soften."""
+    """Set `sums` and value_columns (addresses, see soften) to those of no key, or of head h's sink, without value."""
     initial_max = f32(sinks[h] * LOG2E) if sinks.size else f32(LOWEST)
     for i in range(0, lanes, LANES):
         store(sums, i, splat(initial_max))
@@ -93,9 +93,9 @@ def begin(sums, value_columns, lanes, width, sinks, h):
 def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
     """y = value_columns transposed / sum, lse = ln(2) * max + log(sum); both 0 for a query without keys.
 
-    y              (num_rows, width)
-    lse            (num_rows,)
-    value_columns  (width, lanes)
+    y              (num_rows, width)  f32 at an address, rows `stride` f32 apart
+    lse            (num_rows,)        f32 at an address
+    value_columns  (width, lanes)     f32 at an address, and `sums`: as soften leaves them
     """
     for i in range(0, lanes, LANES):
         exp_sum = load(sums, QUERIES + i)  # 0, at least 1, or NaN
@@ -111,7 +111,10 @@ def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
 
 @kernel("out4, out3, in4, bytes4, bytes4, positions4, in1, i64, score_rule, i64")
 def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
-    """Compute the attention of one block of queries of one head."""
+    """Write y and lse of a block of queries: `task` counts the blocks of a head, then heads, then rows of the batch.
+
+    positions = (q_pos, k_pos, q_seq, k_seq), rule = (scale, window, cap); reads keys 0 … keys - 1
+    """
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = positions, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
@@ -148,7 +151,7 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
 
 @kernel("i64(i64, ints1, i64)")
 def num_active_keys(count, key_length, head_width):
-    """Return the number of keys in use; raises ValueError if heads do not fit the scratch."""
+    """Return how many of `count` keys are in use: key_length[0], or all if empty. ValueError for too wide heads."""
     if head_width > WIDEST:
         raise ValueError("attention: heads are wider than 512")
     return max(min(count, i64(key_length[0])), 0) if key_length.size else count

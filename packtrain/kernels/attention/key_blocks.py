@@ -39,7 +39,7 @@ def exp2(x):
 
 @kernel("i64, i64, f32")
 def softcap(scores, num_scores, cap):
-    """scores = cap * tanh(scores / cap), `num_scores` of them, whole vectors; -inf stays."""
+    """scores = cap * tanh(scores / cap) for num_scores f32 at an address, whole vectors; -inf stays."""
     for i in range(0, num_scores, LANES):
         x = load(scores, i)
         store(scores, i, select_less(x, LOWEST, x, tanh(x / cap) * cap))
@@ -54,13 +54,13 @@ def clear_rows(x, stride, num_rows, width):
 
 @part("i64(bytes4, i64)")
 def head_buffer_size(x, width):
-    """Return the number of f32 that `load_heads` needs to convert a block."""
+    """Return how many f32 load_heads needs to convert KEYS heads of x (B, S, K, bytes): 0 if x has f32 already."""
     return KEYS * width if x.shape[3] < 4 * width else 0
 
 
 @kernel("UniTuple(i64, 2)(bytes4, i64, i64, i64, i64)")
 def load_heads(x, at, num_heads, width, scratch_address):
-    """Return address and stride of `num_heads` f32 heads, from element `at` on: in place, or converted to scratch."""
+    """Return (address, row stride) of num_heads f32 heads, from element `at` of x: in place, or copied to scratch."""
     base_ptr, row_stride = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base_ptr + 4 * at, row_stride

@@ -23,14 +23,14 @@ span_type = UniTuple(i64, 5)
 
 @instruction(void, i64, i64, i64)
 def poke_int(builder, y, i, value):
-    """Write int32 number i at the address y."""
+    """Write `value` as element i of the int32 at address y."""
     pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
     builder.store(builder.trunc(value, I32), pointer)
 
 
 @instruction(f32x16, f32x16, i64, i64, i64, i64)
 def shown(builder, score, places, i, *key):
-    """Return the scores of queries i … i + 15 for one key, -inf where its position or sequence is masked."""
+    """Return scores of queries i … i + 15 for a key (position, sequence), -inf where `places`, an address, hides it."""
     base = builder.inttoptr(places, POINTER)
     position, sequence = (spread(builder, builder.trunc(k, I32), BITS) for k in key)
     is_visible = None
@@ -52,11 +52,11 @@ def earliest(position, window):
 
 @kernel("span_type(i64, ints2, ints2, i64, i64, i64, i64)")
 def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window):
-    """Write each query's position, sequence and first visible position to `places`; returns the span of the block.
+    """Write position, sequence, first visible position of num_queries queries, from first_query of row b, to `places`.
 
-    places  (3, QUERIES)  i32; lanes beyond the queries see no key
+    places  (3, QUERIES)  i32 at an address; lanes beyond the queries see no key
 
-    The span is the least and largest position, the least and largest sequence, and the window.
+    Returns the block's span: least and largest position, least and largest sequence, and the window.
     """
     min_pos, max_pos, min_seq, max_seq = BEYOND, MIN_POSITION, BEYOND, MIN_POSITION
     for i in range(QUERIES):
@@ -89,7 +89,7 @@ def write_cell_ranges(places, q_pos, first_query, num_queries, window):
 
 @kernel("i64, i64, i64, ints1, ints2, i64, i64, i64")
 def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
-    """Set scores (count, lanes) of cells order[row, first_cell …] to -inf where the queries do not see them."""
+    """Set scores (count, lanes), at an address, of cells order[row, first_cell …] to -inf where `places` hides them."""
     for j in range(count):
         position = i64(k_pos[order[row, first_cell + j]])
         for i in range(0, lanes, LANES):
@@ -99,7 +99,7 @@ def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
 
 @kernel("i64(span_type, ints2, ints2, i64, i64, i64)")
 def sight(query_span, k_pos, k_seq, b, first_key, count):
-    """Return how much of a block of keys the queries of a span see: NONE_VISIBLE, SOME_VISIBLE or ALL."""
+    """Return whether queries of a span see `count` keys from first_key of row b: NONE_VISIBLE, SOME_VISIBLE or ALL."""
     min_pos, max_pos, min_seq, max_seq, window = query_span
     low, high, min_key_seq, stop = first_key, first_key + count - 1, 0, 0
     if k_pos.size:
@@ -118,7 +118,7 @@ def sight(query_span, k_pos, k_seq, b, first_key, count):
 
 @kernel("i64, i64, i64, ints2, ints2, i64, i64, i64")
 def mask_scores(scores, lanes, places, k_pos, k_seq, b, first_key, count):
-    """Set scores (count, lanes) of a block of keys to -inf where the queries do not see them."""
+    """Set scores (count, lanes), at an address, of keys first_key … of row b to -inf where `places` hides them."""
     for j in range(count):
         position = i64(k_pos[b, first_key + j]) if k_pos.size else first_key + j
         sequence = i64(k_seq[b, first_key + j]) if k_seq.size else 0

@@ -14,7 +14,7 @@ SERIAL = 1 << 14
 
 
 def pick_lanes(lane_order, num_vectors):
-    """Return an intrinsic that picks lanes of one vector, or of two (the second counts from 16)."""
+    """Return an intrinsic on 1 or 2 vectors: lane i gets lane lane_order[i]; those of the second count from 16."""
 
     def emit(builder, *vectors):
         return builder.shuffle_vector(vectors[0], vectors[-1], ir.Constant(BITS, lane_order))
@@ -55,7 +55,7 @@ def table(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_index
 
 @part("i64, i64, i64, i64, boolean")
 def rotate_pairs(y, x, angles, width, inverse):
-    """Rotate the pairs (2i, 2i + 1) of one head at address x by its angles, or back; y is an address, too."""
+    """Rotate pairs (2i, 2i + 1) of `width` f32 at address x to y by (cos, sin) at `angles`, or back if `inverse`."""
     for i in range(0, width, LANES):
         num_left = width - i
         v = load_part(x, i, num_left)
@@ -68,7 +68,7 @@ def rotate_pairs(y, x, angles, width, inverse):
 
 @part("i64, i64, i64, i64, boolean")
 def rotate_halves(y, x, angles, width, inverse):
-    """Rotate the pairs (i, i + width / 2) of one head at address x by its angles, or back; y is an address, too."""
+    """Rotate pairs (i, i + width / 2) of f32 at address x to y by (cos, sin) at `angles`, or back if `inverse`."""
     half_width = width // 2
     for i in range(0, half_width, LANES):
         num_left = half_width - i

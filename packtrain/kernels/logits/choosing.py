@@ -28,7 +28,7 @@ ROOMS = MAX_CANDIDATES + SPAN
 
 @kernel("out_ints2, out2, i64, i64, i64")
 def sift_down(ids, values, row, at, heap_size):
-    """Restore the heap below `at`: its root is the worst, the smallest value and of equals the highest id."""
+    """Restore the heap in row `row` below `at`: its root has the smallest value, and of equals the highest id."""
     while True:
         worst_index = at
         for child_index in range(2 * at + 1, min(2 * at + 3, heap_size)):
@@ -50,7 +50,7 @@ def finite_or_inf(x):
 
 @part("f32(in2, i64, i64)")
 def span_max(x, span_start, span_stop):
-    """Return the largest of some spans of values; a value that is not finite counts as infinity."""
+    """Return the largest of x[span_start:span_stop], x flat, whole vectors; what is not finite counts as infinity."""
     running_max = splat(-INFINITY)
     for i in range(span_start, span_stop, LANES):
         v = load(x, i)
@@ -60,7 +60,7 @@ def span_max(x, span_start, span_stop):
 
 @kernel("out_ints2, out2, in2, i64, i64, i64, i64")
 def push_larger(ids, values, x, row, span_start, span_stop, k):
-    """Replace the worst of the heap by each value of a span that is greater."""
+    """Replace the root of row `row`'s heap of k values by each of x[row, span_start:span_stop] that is greater."""
     for e in range(span_start, span_stop):
         v = finite_or_inf(x[row, e])
         if v > values[row, 0]:
@@ -71,7 +71,7 @@ def push_larger(ids, values, x, row, span_start, span_stop, k):
 
 @part("i64(i64, i64, i64, f32)")
 def count_less(v, span_start, span_stop, bound):
-    """Return how many of some spans of values at address v are less than `bound`."""
+    """Return how many of the f32 span_start … span_stop - 1 at address v, whole vectors, are less than `bound`."""
     lane_counts = splat(0.0)
     for i in range(span_start, span_stop, LANES):
         lane_counts = lane_counts + select_less(load(v, i), bound, 1.0, 0.0)
@@ -80,7 +80,7 @@ def count_less(v, span_start, span_stop, bound):
 
 @kernel("f32(i64, i64, i64)")
 def kth_part_max(part_maxima, count, k):
-    """Return the largest of `count` values that k of them reach; there is room for a span behind the values."""
+    """Return the largest of `count` f32 at an address that k of them reach; overwrites the 16 places behind them."""
     store(part_maxima, count, splat(INFINITY))
     threshold = f32(-INFINITY)
     for i in range(count):
@@ -92,7 +92,7 @@ def kth_part_max(part_maxima, count, k):
 
 @kernel("i64(i64, i64, i64, in2, i64, i64, i64, f32)")
 def collect(candidate_ptr, index_ptr, num_candidates, x, row, span_start, span_stop, threshold):
-    """Append values of at least `threshold` and their places; returns the new count, above MAX_CANDIDATES if full."""
+    """Append values >= threshold of x[row, …], and their columns; returns the count, above MAX_CANDIDATES if full."""
     for e in range(span_start, span_stop):
         if num_candidates == MAX_CANDIDATES:
             return MAX_CANDIDATES + 1
@@ -105,7 +105,7 @@ def collect(candidate_ptr, index_ptr, num_candidates, x, row, span_start, span_s
 
 @kernel("out_ints2, out2, i64, i64, i64, i64")
 def sort_candidates(ids, top_values, row, candidate_ptr, index_ptr, num_candidates):
-    """Write candidates in order: each to the place after all greater ones, and equal ones before it."""
+    """Write the largest of num_candidates f32 and their columns, from two addresses, to row `row`, in stable order."""
     store(candidate_ptr, num_candidates, splat(-INFINITY))
     for i in range(num_candidates):
         v, span_start = peek(candidate_ptr, i), i // LANES * LANES
@@ -228,8 +228,8 @@ def draw(y, ids, x, sampling_params, counts):
 
     ids, x   (N, k)  i32, f32, the largest first
     sampling_params  (N, 3)  f64: temperature, top-p, min-p
-    counts           (N, 3)  i64: top-k, seed, index
-    y                (N,)    i32
+    counts           (N, 3)  i64: top-k (0: all), seed, and which random number of the seed
+    y                (N,)    i32: the id drawn; -1 - ids[i, 0] where x[i, 0] is infinite
     """
     for row in range(x.shape[0]):
         if x[row, 0] == INFINITY:

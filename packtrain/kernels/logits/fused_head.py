@@ -30,27 +30,28 @@ chunk_args_type = Tuple((i64, i64, f32, i64, i64, i64, bytes2, in1))
 
 @part("i64(i64)")
 def line(depth):
-    """Return the f32 of a line of tiles with `depth` steps of k."""
+    """Return how many f32 a packed line (16 rows or columns) of `depth` steps of k takes; see matmul/amx.py."""
     return -(-depth // STEPS) * TILE
 
 
 @part("i64(i64)")
 def slice_rows(C):
-    """Return the rows of w in a slice, each of whole tiles."""
+    """Return how many rows of w, each of C columns, make a slice: whole tiles that fit the buffer of a packed slice."""
     return max(min(WIDEST, SLICE_BUFFER // max(line(C) // LANES, 1) // STEPS * STEPS), STEPS)
 
 
 @part("i64(i64)")
 def max_x_rows(num_w_rows):
-    """Return the rows of x at once for `num_w_rows` rows of w: whole tiles."""
+    """Return how many rows of x go at once with num_w_rows rows of w: whole tiles, at most LOGITS logits."""
     return LOGITS // num_w_rows // STEPS * STEPS
 
 
 @kernel("out3, out2, i64, i64, i64")
 def pack_x(panels, x, row_ids, num_rows, tile_index):
-    """Pack 32 of the rows in `row_ids` twice: as rows of x, and as steps of k for dw by blocks of max_x_rows rows.
+    """Pack 32 of the listed rows, from 32 tile_index on, twice: as rows of x, and as steps of k for dw (by max_x_rows).
 
-    panels  (1, rows, C), in whole tiles, a half for each
+    panels   (1, rows, C)  in whole tiles, a half for each
+    row_ids  (num_rows,)   numbers of rows of x, as f32 at an address
     """
     C, first_row, flat_ptr = x.shape[1], tile_index * STEPS, scratch(FLAT_BUFFER)
     count, block_rows = min(num_rows - first_row, STEPS), max_x_rows(slice_rows(C))
@@ -66,7 +67,7 @@ def pack_x(panels, x, row_ids, num_rows, tile_index):
 
 @kernel("i64, i64, i64, i64, bytes2, i64, i64, i64")
 def pack_w(for_logits, for_dx, flat_ptr, qtype, w, C, slice_start, slice_stop):
-    """Pack a slice of w for logits, and for dx if for_dx is not 0; types other than f32 are dequantized to flat_ptr."""
+    """Pack a slice of rows of w to address for_logits and, unless it is 0, to for_dx; flat_ptr: 32 rows of scratch."""
     row_nbytes, line_stride = w.shape[1], line(slice_stop - slice_start)
     for r in range(slice_start, slice_stop, STEPS):
         num_rows, w_source = min(slice_stop - r, STEPS), w.ctypes.data + r * row_nbytes
@@ -83,7 +84,7 @@ def pack_w(for_logits, for_dx, flat_ptr, qtype, w, C, slice_start, slice_stop):
 
 @kernel("i64, i64, out3, i64, i64, i64, i64, i64, in1")
 def slice_logits(logits_ptr, ld, panels, first, num_rows, block, slice_start, num_columns, bias):
-    """Compute logits (num_rows, num_columns) of rows `first` … of x and a slice of w, with a bias."""
+    """Write logits (num_rows, num_columns), rows ld apart, of packed rows `first` … of x and `block`, a slice of w."""
     line_stride = panels.shape[2] // STEPS * TILE
     x = address(panels, first // LANES * line_stride)
     by_tiles(num_rows, num_columns, x, block, line_stride, 0, logits_ptr, ld, 1)
@@ -99,7 +100,7 @@ def capped(x, cap):
 
 @kernel("i64, i64, i64, i64, i64, f32")
 def add_row_logits(max_ptr, sums_ptr, at, logits_ptr, num_columns, cap):
-    """Add a slice's logits of a row to its running maximum and sum of exponentials; the logits are capped here."""
+    """Add num_columns logits of row `at` to its running maximum and sum of exponentials; caps the logits in place."""
     old_max, slice_max = peek(max_ptr, at), max_value(logits_ptr, num_columns)
     if cap > 0:
         softcap(logits_ptr, num_columns, cap)
@@ -114,7 +115,7 @@ def add_row_logits(max_ptr, sums_ptr, at, logits_ptr, num_columns, cap):
 
 @kernel("out2, out3, i64, out_ints1, chunk_args_type, i64")
 def scan_vocab_part(part_stats, panels, C, targets, head_args, number):
-    """Write each row's statistics over one part of the vocabulary, for `row_loss`.
+    """Write each row's statistics over part `number` of the vocabulary, for `row_loss`; head_args: see chunk_args_type.
 
     part_stats  (2 parts + 1, rows): largest logits; sums of exp(logit - largest), with the cap; the target's logit
     """
@@ -143,7 +144,7 @@ def scan_vocab_part(part_stats, panels, C, targets, head_args, number):
 
 @kernel("out1, out1, out2, out_ints1, chunk_args_type, i64")
 def row_loss(losses, right, part_stats, targets, head_args, at):
-    """Write the loss of a row, whether its target has the largest logit before the cap, and its log-sum-exp."""
+    """Write loss, log-sum-exp and `right` (1 if the target's logit was largest before the cap) of row row_ids[at]."""
     (row_ids, lse, cap, _, _, _, _, _), parts = head_args, part_stats.shape[0] // 2
     exp_sum = f32(0.0)
     row, target_logit, top = i64(peek(row_ids, at)), part_stats[2 * parts, at], part_stats[0, at]
@@ -164,7 +165,7 @@ def row_loss(losses, right, part_stats, targets, head_args, at):
 
 @kernel("out2, out2, out1, out3, out3, i64, out_ints1, out1, chunk_args_type, i64")
 def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
-    """Compute all gradients that follow from one part of the vocabulary: dw, db, and its share of dx."""
+    """Compute all gradients from part `number` of the vocabulary: dw, db, and its share of dx, sums[number]."""
     (row_ids, lse, cap, num_rows, is_later, qtype, w, bias), ld = head_args, slice_rows(C)
     for_logits, for_dx, logits_ptr = scratch(SLICE_BUFFER), scratch(SLICE_BUFFER), scratch(LOGITS)
     d, padded_width = scratch(BF16_LOGITS_BUFFER), panels.shape[2]
@@ -198,7 +199,7 @@ def linear_cross_entropy(
 ):  # fmt: skip
     """Compute loss.linear_cross_entropy in bf16 (bf16 = 1) without storing logits.
 
-    part_stats (2 parts of V + 1, rows), panels (1, rows, C), both whole tiles, sums (parts of V, rows, C): workspace
+    Workspace: part_stats (2 parts of V + 1, rows), panels (1, rows, C) in whole tiles, sums (parts of V, rows, C)
     """
     (N, C), row_ids, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
     for zeros in (losses, right, db):

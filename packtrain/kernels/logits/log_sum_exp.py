@@ -85,7 +85,10 @@ def weighted_sum(loss, losses, weights):
 
 @kernel("out1, i64, i64, i64, i64, i64, i64, i64, f32, out_ints1, out1")
 def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targets, weights):
-    """Overwrite columns from `start` on of logits, at an address, with their gradients; db += the gradients' sums."""
+    """Overwrite logits (num_rows, num_columns), at an address, rows ld f32 apart, columns from start, with gradients.
+
+    Adds the columns' sums to db, unless it is empty. row_ids, of rows as f32, and lse are addresses.
+    """
     for i in range(num_rows):
         at, row = address(logits, i * ld), i64(peek(row_ids, i))
         target, weight = i64(targets[row]) - start, weights[row]
@@ -100,7 +103,7 @@ def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targ
 
 @kernel("out2, out3, i64, i64, i64")
 def sum_parts(dx, sums, count, row_ids, i):
-    """dx[row_ids[i]] = the sum of sums[:count, i]."""
+    """dx[row_ids[i]] = the sum of sums[:count, i] over its first axis; row_ids are f32 at an address."""
     (chunk_rows, C), row = sums.shape[1:], i64(peek(row_ids, i))
     for j in range(0, C, LANES):
         v = load_part(sums, i * C + j, C - j)
@@ -111,7 +114,7 @@ def sum_parts(dx, sums, count, row_ids, i):
 
 @kernel("out2, out_ints1, i64")
 def zero_without_target(dx, targets, row):
-    """dx[row] = 0 if the row has no target. Done last, as dx may lie over x."""
+    """dx[row] = 0 if the row has no target (below 0). Done last, as dx may lie over x."""
     C = dx.shape[1]
     if targets[row] < 0:
         fill(address(dx, row * C), C, f32(0.0))
@@ -119,7 +122,7 @@ def zero_without_target(dx, targets, row):
 
 @kernel("UniTuple(i64, 2)(i64, out_ints1, i64, i64)")
 def find_targets(row_ids, targets, next_row, max_rows):
-    """Write the next rows with a target, from `next_row` on, at most `max_rows`; returns how many, and the next row."""
+    """Write up to max_rows rows with a target, from next_row on, as f32 to row_ids; returns (how many, next row)."""
     count = 0
     while next_row < targets.size and count < max_rows:
         if targets[next_row] >= 0:

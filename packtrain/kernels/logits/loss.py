@@ -32,7 +32,7 @@ def row_loss(losses, logits, targets, i):
 def cross_entropy(loss, losses, logits, targets, weights):
     """Write the loss of each row and their weighted sum.
 
-    losses = logsumexp(logits) - logits[target], loss = sum(weights * losses)
+    losses = logsumexp(logits) - logits[target], loss = sum(weights * losses); 0 where the target is below 0
 
         loss (1,), losses (N,), logits (N, V), targets (N,) int32, weights (N,)
     """
@@ -59,7 +59,7 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights, i):
 
 @kernel("out2, out2, i64, bytes2, i64, i64, i64, i64")
 def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
-    """logits[:num_rows, start:stop] = x[:num_rows] @ w[start:stop].T."""
+    """logits[:num_rows, start:stop] = x[:num_rows] @ w[start:stop].T, with w packed as type `qtype` (ggml's number)."""
     C, (V, row_nbytes) = x.shape[1], w.shape
     x_ptr, out = address(x, 0), address(logits, start)
     w_ptr = w.ctypes.data + start * row_nbytes
@@ -71,9 +71,9 @@ def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
 
 @kernel("out1, out1, i64, out2, in1, out_ints1, f32, i64, i64")
 def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
-    """Write the loss of row row_ids[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
+    """Write loss and `right` (1 if the target's logit is largest) of row row_ids[i], which has logits[i], and lse[i].
 
-    The row gets the bias, if there is one, first.
+    row_ids, as f32, and lse are addresses. The row gets the bias, if there is one, first.
     With a cap, the row is capped here, after its largest value was found: very large logits become equal.
     """
     row, V = i64(peek(row_ids, i)), logits.shape[1]
@@ -97,7 +97,7 @@ def slices_in_part(num_columns, width, num_parts):
 
 @kernel("out2, out1, out2, out2, out_ints1, out1, row_state_type, i64, i64")
 def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop):
-    """Turn columns start:stop of logits into d_logits; dw (+)= d_logits.T @ x there, db += the sums of d_logits."""
+    """Turn logits[:, start:stop] into d_logits; dw there = (is_later: +=) d_logits.T @ x, db += sums of d_logits."""
     C, V, (lse, cap, row_ids, is_later, bf16, num_rows) = x.shape[1], logits.shape[1], row_state
     logits_ptr, num_columns = address(logits, start), stop - start
     slopes(db, logits_ptr, V, num_rows, start, num_columns, row_ids, lse, cap, targets, weights)
@@ -108,7 +108,7 @@ def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop
 
 @kernel("out3, out2, i64, bytes2, i64, i64, i64, boolean, i64, i64")
 def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
-    """sums[number, :num_rows] = d_logits[:num_rows, start:stop] @ w[start:stop], plus itself if `add`."""
+    """sums[number, :num_rows] = logits[:num_rows, start:stop], now d_logits, @ w[start:stop], plus itself if `add`."""
     (chunk_rows, C), (V, nbytes) = sums.shape[1:], w.shape
     at, out = address(logits, start), address(sums, number * chunk_rows * C)
     w_ptr, columns = w.ctypes.data + start * nbytes, stop - start
@@ -123,7 +123,7 @@ def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
     "out2, out2, out1, out3, out2, out2, i64, bytes2, out_ints1, out1, row_state_type, i64, i64"
 )
 def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state, width, number):
-    """Compute all gradients from one part of V, by slices of `width`: d_logits, dw, db, and its share of dx."""
+    """Compute all gradients from part `number` of V, by slices of `width`: d_logits, dw, db, its share of dx: sums."""
     V, bf16, rows = logits.shape[1], row_state[4], row_state[5]
     part_columns = slices_in_part(V, width, sums.shape[0]) * width
     first = number * part_columns
@@ -136,14 +136,14 @@ def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state
 
 @kernel("out2, out2, i64, i64")
 def gather_row(gathered, source_rows, row_ids, i):
-    """gathered[i] = source_rows[row_ids[i]]."""
+    """gathered[i] = source_rows[row_ids[i]]; row_ids are f32 at an address."""
     C, row = gathered.shape[1], i64(peek(row_ids, i))
     copy(address(gathered, i * C), address(source_rows, row * C), C)
 
 
 @kernel("UniTuple(i64, 2)(i64, i64, i64, i64)")
 def vocab_parts(num_columns, max_columns, min_columns, column_unit):
-    """Return (count, width) of an even number of equal parts, multiples of `column_unit`, by the size alone."""
+    """Return (count, width) of parts of num_columns, multiples of column_unit: about min_columns to max_columns."""
     num_parts = max(2 * -(-num_columns // (2 * max_columns)), min(8, num_columns // min_columns), 1)
     part_columns = -(-num_columns // (num_parts * column_unit)) * column_unit
     return -(-num_columns // max(part_columns, 1)), part_columns

@@ -68,7 +68,8 @@ def emit_load(builder, vector_ptr, left):
 def emit_source_pair(builder, steps_adjacent, source, ld, pair_index, line_limits):
     """Emit the load of two vectors for one row of pairs: 32 steps of line `pair_index`, or two steps of 16 lines.
 
-    line_limits  numbers of lines and steps there are; None: a whole tile
+    steps_adjacent  whether steps lie side by side at address `source`, not lines; rows there are `ld` f32 apart
+    line_limits     numbers of lines and steps there are; None: a whole tile
     """
     lines, steps_left = line_limits or (None, None)
     if steps_adjacent:
@@ -92,7 +93,7 @@ def emit_source_pair(builder, steps_adjacent, source, ld, pair_index, line_limit
 
 
 def emit_bf16_pair(builder, steps_adjacent, low, high):
-    """Emit the rounding of two vectors to bf16, joined as one row of pairs."""
+    """Emit two vectors rounded to bf16 as a row of pairs: one behind the other if steps_adjacent, else interleaved."""
     if not steps_adjacent:
         return emit_pair(builder, low, high)
     bf16_pair = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_VECTOR, high, low)
@@ -100,7 +101,7 @@ def emit_bf16_pair(builder, steps_adjacent, low, high):
 
 
 def emit_lost(builder, steps_adjacent, rounded_pairs, low, high):
-    """Emit what rounding to bf16 took from `low` and `high`: the two vectors less their rounded values."""
+    """Emit what rounding to bf16 took from `low` and `high`, two vectors; rounded_pairs is emit_bf16_pair's result."""
     pair_bits = builder.bitcast(rounded_pairs, BITS)
     shift_16 = ir.Constant(BITS, [16] * LANES)
     if steps_adjacent:
@@ -122,7 +123,7 @@ def emit_lost(builder, steps_adjacent, rounded_pairs, low, high):
 
 
 def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line_limits):
-    """Emit the packing of one tile of `source`; num_tiles = 2 adds the tile of what rounding lost."""
+    """Emit the packing of a tile of `source`; num_tiles = 2 adds what rounding lost. Others: see emit_source_pair."""
     tile_rows = [[] for _ in range(num_tiles)]
 
     def store_row(tile_index, r, pair_row):
@@ -143,7 +144,7 @@ def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line
 
 
 def pack_tile_intrinsic(steps_adjacent, turn):
-    """Return an intrinsic that packs 16 lines x 32 steps of `source`, with zeros beyond `lines` and `left` steps.
+    """Return an intrinsic (source, ld, lines, left, target, bf16): packs 16 lines x 32 steps, zeros from lines, left.
 
     steps_adjacent  steps lie side by side in `source`, not lines
     turn            pairs of the tile lie line by line if they did not in the source
@@ -171,7 +172,7 @@ pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intri
 
 @kernel("*[i64] * 8")
 def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n) as lines of 16 columns, `across` f32 from each other."""
+    """Pack op(b) (depth, n) of sgemm, at address b, as lines of 16 columns, `across` f32 apart, to address block."""
     if tb:
         for j in range(0, n, LANES):
             for k in range(0, depth, STEPS):
@@ -186,7 +187,7 @@ def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
 
 @kernel("*[i64] * 8")
 def pack_rows(block, across, a, ta, lda, depth, m, bf16):
-    """Pack op(a) (m, depth) as lines of 16 rows, `across` f32 from each other."""
+    """Pack op(a) (m, depth) of sgemm, at address a, as lines of 16 rows, `across` f32 apart, to address block."""
     if ta:
         for k in range(0, depth, STEPS):
             for i in range(0, m, LANES):
@@ -203,7 +204,7 @@ def pack_rows(block, across, a, ta, lda, depth, m, bf16):
 
 
 def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
-    """Emit one tile of k: sums 0 … 3 += tiles of a times tiles of b, with bf16 = 2 also a_lost b and a b_lost."""
+    """Emit a step of 32 k: sums 0 … 3 += row_tiles x col_tiles products of tiles; bf16 = 2 adds a_lost b, a b_lost."""
     a, b = range(4, 4 + row_tiles), range(6, 6 + col_tiles)
     operands = {"a": (a, a_ptr), "b": (b, b_ptr)}
 
@@ -227,7 +228,7 @@ def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
 
 
 def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, across):
-    """Emit the loop over k that multiplies lines of packed tiles, each `across` f32 long."""
+    """Emit the loop over k: sums += row_tiles lines at a times col_tiles lines at b, packed, each `across` f32 long."""
     step = I64(4 * TILE * bf16)
     with cgutils.for_range_slice(builder, I64(0), builder.mul(across, I64(4)), step, inc=True) as (
         k_offset,
@@ -239,7 +240,7 @@ def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, across):
 
 @intrinsic(prefer_literal=True)
 def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
-    """c (16 row_tiles, 16 col_tiles) = a @ b, plus c if `add`, for literal tile counts and lines of `across` f32."""
+    """c (16 row_tiles, 16 col_tiles) = a @ b, plus c if `add`, at addresses; literal counts, lines of `across` f32."""
 
     def codegen(context, builder, sig, args):
         _, _, bf16, a, b, line_stride, c, ldc, add = args
@@ -287,7 +288,7 @@ def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
 
 @kernel("i64, i64, i64, i64, i64, i64")
 def copy_matrix(m, n, y, ldy, x, ldx):
-    """y (m, n) = x, whose rows are ldx f32 apart, those of y ldy."""
+    """y (m, n) = x at addresses; rows are ldy and ldx f32 apart."""
     for i in range(m):
         for j in range(0, n, LANES):
             store_part(y, i * ldy + j, load_part(x, i * ldx + j, n - j), n - j)
@@ -295,7 +296,7 @@ def copy_matrix(m, n, y, ldy, x, ldx):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, i64, i64")
 def by_tiles(m, n, a, b, across, add, c, ldc, bf16):
-    """c (m, n) = a @ b, plus c if `add`, of packed a and b; the sums are equal wherever in c they stand."""
+    """c (m, n) = a @ b, plus c if `add`, of a by pack_rows, b by pack_columns; sums are equal wherever in c."""
     edge_ptr = scratch(EDGE_SIZE)
     configure_tiles()
     for i in range(0, m, STEPS):

@@ -47,7 +47,7 @@ def tile_layout(dtype):
 
 
 class PanelTile:
-    """Emits the function of one TileLayout for `wide` vectors of columns."""
+    """Emits the LLVM function of a type's TileLayout: HIGH rows times `wide` vectors of columns; see emit_code."""
 
     def __init__(self, module, layout, wide):
         self.layout, self.wide = layout, wide
@@ -66,6 +66,7 @@ class PanelTile:
     def emit_code(self, x, row_stride, panel_ptr, count, y, beta, down, rows, left):
         """Emit y = x @ panel + beta * y for the first `rows` of HIGH rows and the first `left` columns.
 
+        x, panel_ptr, y   addresses of rows by round_row, of a panel by pack_panel, and of f32
         row_stride, down  bytes between rows of x, and of y
         count             number of chunks
         """
@@ -100,7 +101,7 @@ class PanelTile:
         b.ret_void()
 
     def add_group(self, x, codes_ptr, scales_ptr):
-        """Emit the sums of one group of each row of x with all columns."""
+        """Emit the addition to the sums of one group's products: of each row of x, an address, with all columns."""
         b, width = self.builder, self.layout.width
         group_sums = {}
         for r, row_ptr in enumerate(x):
@@ -126,7 +127,7 @@ class PanelTile:
             self.add_product((r, v), b.sitofp(sums, VECTOR), b.fmul(scale_vectors[v], steps[r]))
 
     def offsets(self, x, scales_ptr):
-        """Emit the sums of the groups' offsets times the sums of their integers."""
+        """Emit the addition of a group's offsets times its sums of integers to the sums; x: an address in each row."""
         offset_vectors = [self.vector(VECTOR, scales_ptr, self.groups, v) for v in range(self.wide)]
         for r, at in enumerate(x):
             rest = self.broadcast_value(F32, at, self.layout.width + LANES_NBYTES + 4 * self.groups)
@@ -138,7 +139,7 @@ class PanelTile:
         b.store(call(b, "llvm.fma.v16f32", VECTOR, a, c, b.load(sum_slot)), sum_slot)
 
     def broadcast_value(self, llvm_type, at, nbytes):
-        """Emit a load of one value into all lanes."""
+        """Emit a load of the value `nbytes` behind address `at` into all lanes of a vector."""
         return spread(
             self.builder, read(self.builder, llvm_type, at, nbytes), ir.VectorType(llvm_type, LANES)
         )
@@ -148,7 +149,7 @@ class PanelTile:
 
 
 def panel_tiles(codes):
-    """Return an intrinsic (wide, qtype, *arguments of PanelTile.emit_code) of a type's tile."""
+    """Return an intrinsic (wide, qtype, *arguments of PanelTile.emit_code) for the types that are keys of `codes`."""
 
     def codegen(context, builder, sig, args):
         wide, qtype, *tile_args = args
@@ -171,7 +172,10 @@ def panel_tiles(codes):
 
 
 def weight_lines(codes, scale_functions):
-    """Return an intrinsic (qtype, y, w) that writes codes and scales of a chunk of weights at w as a line at y."""
+    """Return an intrinsic (qtype, y, w) that unpacks a chunk of weights at address w to a line at address y.
+
+    A line has the chunk's codes (128 or 256 bytes), then 16 f32: scales and offsets. The arguments: see dot_tiles.
+    """
 
     def codegen(context, builder, sig, args):
         qtype, y, w = args

@@ -41,7 +41,7 @@ def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step)
 
 @part("boolean, i64, i64, i64, i64, i64, i64")
 def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
-    """Copy `count` values of a row of x, from `column` on, `x_step` apart, to a panel, or add the panel's to them."""
+    """Copy `count` values of the row at x, from `column` on, x_step apart, to panel_ptr, or add the panel's to x."""
     if x_step == 1:
         low, index_stop = max(i64(0), -column), min(count, row_width - column)
         copy_run(is_backward, address(panel_ptr, low), address(x, column + low), index_stop - low)
@@ -55,7 +55,7 @@ def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
 def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_start, sizes):
     """panel (depth, panel_width) = values first … of windows window_start …, 0 beyond edges; backward adds it to x.
 
-    x is the address of an image (C, H, W).
+    panel_ptr and x are addresses, x that of an image (C, H, W); `sizes` are those of windows.py.
     """
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     num_windows = min(panel_width, i64(oh) * ow - window_start)
@@ -79,7 +79,10 @@ def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_sta
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, ints1")
 def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
-    """Multiply PANEL windows of an image by all filters: columns of y (O, P) from `window_start` on."""
+    """Multiply up to PANEL windows of image x, from window_start on, by all filters w: these columns of y (O, P).
+
+    x (C, H, W), w (O, C KH KW) and y are f32 at addresses; `windows` is P, `sizes` are those of windows.py.
+    """
     panel = scratch(PANEL_BUFFER)
     window_size = channels * sizes[2] * sizes[3]
     for value_start in range(0, window_size, DEEP):
@@ -102,7 +105,7 @@ def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
     block=TASK,
 )
 def conv(y, x, w, pictures, channels, filters, sizes, panel_start, panel_stop):
-    """y = x convolved with the filters w.
+    """y = x convolved with the filters w; pictures, channels and filters are N, C and O, `sizes` those of windows.py.
 
     x  (N C H W,)     f32
     w  (O C KH KW,)   f32
@@ -119,7 +122,7 @@ def conv(y, x, w, pictures, channels, filters, sizes, panel_start, panel_stop):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, ints1")
 def planes(dx, dy, w, first, depth, size, filters, sizes):
-    """Add to image dx the gradients of values first … of its windows; dy (O, P)."""
+    """Add to image dx gradients of values first : + depth of its windows, by dy (O, P), w (O, size); addresses."""
     panel, columns = scratch(PANEL_BUFFER), scratch(PANEL_BUFFER)
     windows = i64(sizes[4]) * sizes[5]
     for start in range(0, windows, PANEL):
@@ -143,7 +146,7 @@ def group_work(pictures, channels, filters, sizes):
 
 @parallel("out1, in1, in1, i64, i64, i64, ints1", group_work, block=TASK)
 def conv_back(dx, dy, w, pictures, channels, filters, sizes, group_start, group_stop):
-    """Compute dx, the gradient of `conv` for x; a channel that is larger than a panel goes in parts.
+    """Compute dx, the gradient of `conv` for x, with conv's numbers; a channel larger than a panel goes in parts.
 
     dy  (N O OH OW,)   f32
     w   (O C KH KW,)   f32
@@ -166,7 +169,7 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes, group_start, group_
 
 @kernel("out1, in1, in1, i64, i64, i64, i64, ints1, i64")
 def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, sizes, task_index):
-    """Compute the gradient of some filters from one share of the images."""
+    """Write the gradient of a group of filters (task_index // num_shares) by a share (the rest) of the images."""
     columns_ptr = scratch(PANEL_BUFFER)
     num_windows, window_size = i64(sizes[4]) * sizes[5], channels * sizes[2] * sizes[3]
     portion, f = task_index % num_shares, task_index // num_shares * FILTERS_PER_TASK
@@ -190,7 +193,7 @@ def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, s
 
 @kernel("out1, out1, in1, in1, i64, i64, i64, ints1")
 def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
-    """Compute dw, the gradient of `conv` for w.
+    """Compute dw, the gradient of `conv` for w, with conv's numbers.
 
     dy       (N O OH OW,)           f32
     x        (N C H W,)             f32

@@ -49,12 +49,12 @@ CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)
 
 
 def width_of(dtype):
-    """Return how many codes make a chunk."""
+    """Return how many codes of a type make a chunk, which tiles unpack at once: a block's, or 128 of smaller blocks."""
     return max(VALUES, dtype.block)
 
 
 def codes_per_group(dtype):
-    """Return how many of 64 codes belong to one group."""
+    """Return how many of the 64 codes that a type's `codes` unpacks at once belong to a group, which has a scale."""
     group_size = 16 if dtype.layout is not None and dtype.layout.group_size == 16 else 32
     return group_size * CODES.count // width_of(dtype)
 
@@ -66,12 +66,12 @@ def needs_split_sums(dtype, planes):
 
 
 def line(width, planes):
-    """Return the bytes of a line: integers by plane, steps, and two vectors of corrections."""
+    """Return the bytes of a line of `width` activations: integers by plane, steps, and two vectors of corrections."""
     return width * planes + 3 * LANES_NBYTES
 
 
 class DotTile:
-    """Emits the function of one type for `m` rows of activations and ROWS[m] rows of weights."""
+    """Emits an LLVM function for a type, m rows of activations of some planes, ROWS[m] of weights: see emit_code."""
 
     def __init__(self, context, module, dtype, code, m, planes):
         self.context, self.code, self.num_x_rows, self.r = context, code, m, ROWS[m]
@@ -91,8 +91,9 @@ class DotTile:
         self.emit_code(*self.function.args)
 
     def emit_code(self, x, row_stride, w, w_stride, count, rest_nbytes, y, down, num_rows, add):
-        """Emit y[i, j] = x[i] w[j], plus y if `add`, for m rows of x and up to r of w.
+        """Emit y[i, j] = x[i] w[j], plus y if `add`, for m rows of x and the first num_rows of ROWS[m] rows of w.
 
+        x, w, y                     addresses of rows by round_row, of packed rows, and of f32
         row_stride, w_stride, down  bytes between rows of x, w and y
         count, rest_nbytes          chunks of a row of w, and bytes after them
         """
@@ -128,7 +129,7 @@ class DotTile:
         put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, sum_value), to)
 
     def pad_rest_rows(self, w_rows, count, rest_nbytes):
-        """Emit copies of what is left of rows after whole chunks, with zeros behind it; returns their addresses."""
+        """Emit copies of the bytes behind `count` chunks of each of w_rows, then zeros; returns their addresses."""
         b = self.builder
         with b.goto_entry_block():
             room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.chunk_nbytes), self.r))
@@ -143,7 +144,7 @@ class DotTile:
         return rest_rows
 
     def chunks(self, x, row_stride, w_rows, ahead, count):
-        """Emit the loop that adds `count` chunks of rows to the sums."""
+        """Emit the loop that adds `count` chunks of rows to the sums; x, w_rows, ahead (to prefetch) are addresses."""
         b = self.builder
         with cgutils.for_range(b, count, intp=I64) as loop:
             chunk_offset = b.mul(loop.index, I64(self.chunk_nbytes))
@@ -153,7 +154,7 @@ class DotTile:
             self.add_chunk(chunk_rows, [b.add(j, chunk_offset) for j in w_rows])
 
     def add_chunk(self, x, w):
-        """Emit the sums of a chunk of rows at w with rows at x."""
+        """Emit the addition of a chunk's products to the sums: each row of x with each of w, two lists of addresses."""
         b = self.builder
         scales = [self.call_code("scales", SCALES_FORM, j) for j in w]
         by = [shuffle(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
@@ -172,7 +173,7 @@ class DotTile:
                 b.store(sum_value, sum_slot)
 
     def scaled_products(self, codes, x_line):
-        """Emit sums by fours of products of codes with the integers of a row, as floats."""
+        """Emit, for each row of w, sums by fours of its codes (codes[i][row]) times the integers at x_line, as f32."""
         rest = self.steps_offset + LANES_NBYTES
         if not self.is_split:
             return [*map(self.to_floats, self.integer_sums(codes, x_line, self.planes, rest))]
@@ -183,9 +184,9 @@ class DotTile:
         return [self.fma(v, by_256, w) for v, w in sum_pairs]
 
     def integer_sums(self, codes, x_line, plane_range, rest_offset):
-        """Emit sums by fours of products of codes with some planes of a row's integers, as i32.
+        """Emit, for each row of w, sums by fours of its codes times some planes of the integers at x_line, as i32.
 
-        The sums of all rows of w go side by side: each waits for the one before, longer than registers hold others.
+        The correction at rest_offset is added, if any. Rows go side by side: each sum waits for the one before.
         """
         b = self.builder
         # integers of more planes may be -128
@@ -220,9 +221,9 @@ class DotTile:
 
 
 def dot_tiles(codes, scale_functions):
-    """Return an intrinsic (qtype, m, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile of m rows.
+    """Return an intrinsic (qtype, m, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile: see emit_code.
 
-    The tiles of a type are a kernel, so that LLVM compiles those of one type at a time.
+    codes, scale_functions: by element type, from compile_role. LLVM compiles the tiles of a type, a kernel, at a time.
     """
     kernels = {
         dtype: type_kernel(dtype, {"codes": codes[dtype], "scales": scale_functions[dtype]})
@@ -241,7 +242,7 @@ def dot_tiles(codes, scale_functions):
 
 
 def type_kernel(dtype, code):
-    """Compile the tiles of one type, by rows and planes; code: its functions by role."""
+    """Return a kernel with all tiles of a type, by rows and planes; `code` has the type's functions by role."""
 
     def codegen(context, builder, sig, args):
         m, planes, x, w, w_stride, k, y, down, rows, add = args

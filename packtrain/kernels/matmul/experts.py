@@ -53,7 +53,12 @@ def take_back(dx, dy, ids):
 
 @kernel("out_ints1, out_ints1, out_ints2, ints2, out_ints1")
 def group_rows(row_ids, group_ids, positions, ids, group_starts):
-    """Sort all ids stably by expert: writes each place's row and expert, each id's place; group_starts is scratch."""
+    """Sort all ids, the experts of each row, stably by expert, so that rows of an expert lie side by side.
+
+    row_ids, group_ids  (T k,)  row and expert of each place of the order
+    positions, ids      (T, k)  place in the order of each id
+    group_starts        (E,)    scratch
+    """
     group_starts[:] = 0
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
@@ -73,7 +78,7 @@ def group_rows(row_ids, group_ids, positions, ids, group_starts):
 
 @kernel("i64(ints1, i64)")
 def expert_start(ids, expert):
-    """Return where the rows of an expert begin, or would begin, in the ascending `ids`."""
+    """Return the first index of the ascending `ids` whose id is at least `expert`; ids.size if there is none."""
     low_index, high_index = 0, ids.size
     while low_index < high_index:
         middle = (low_index + high_index) // 2

@@ -21,7 +21,7 @@ JOINABLE_PRODUCTS = {
 
 
 def join_calls(kernel_calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[None]]]:
-    """Yield the first, the end, and the joined call of each run of calls that one call can replace."""
+    """Yield (first, end, joined call) for each run kernel_calls[first:end] of products that one call can replace."""
     join_keys = [_join_key(call) for call in kernel_calls]
     for join_key, index_group in groupby(range(len(join_keys)), join_keys.__getitem__):
         first_index, *later_indices = index_group
@@ -33,7 +33,7 @@ def join_calls(kernel_calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[
 
 
 def _join_key(call: Any) -> tuple[Any, ...] | None:
-    """Return what calls that can be joined have in common; None for a call that cannot be joined."""
+    """Return a key, equal for calls that can be joined (by x, type and options); None for one that cannot be."""
     _, kernel = machine_code.entered.get(getattr(call, "func", None), (0, None))
     if kernel is None or kernel.symbol not in JOINABLE_PRODUCTS:
         return None
@@ -66,5 +66,5 @@ def _merge_calls(kernel_calls: Sequence[Any]) -> partial[None] | None:
 
 
 def spans(x: np.ndarray) -> tuple[int, int]:
-    """Return the first address of an array's bytes, and the end."""
+    """Return (first address, address behind the last byte) of a contiguous array."""
     return x.ctypes.data, x.ctypes.data + x.nbytes

@@ -79,7 +79,7 @@ def emit_k_step(builder, layout, width, a_ptr, b_ptr, sums):
 
 
 def emit_sums(builder, layout, width, a, panel_start, depth, next_group):
-    """Emit the loop over k of a tile, `depth` places, a multiple of UNROLL above 0; returns the ROWS x width sums."""
+    """Emit the loop over k of a tile, `depth` places; returns ROWS x width sums. Prefetches address next_group."""
     entry_block = builder.block
     loop, exit_block = (builder.append_basic_block(name) for name in ("k", "sums"))
     builder.branch(loop)
@@ -107,7 +107,7 @@ def emit_sums(builder, layout, width, a, panel_start, depth, next_group):
 
 
 def emit_write(builder, value, beta, c, left):
-    """Emit c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
+    """Emit c = value + beta * c for the first `left` f32 at address c; c is not read if beta = 0."""
     pointer = panels.vector_at(builder, c)
 
     def write_masked(mask):
@@ -153,7 +153,7 @@ def tile(builder, width, layout, *tile_args):
     """c = a @ panel + beta * c for `num_rows` <= ROWS rows and `left` <= 16 width columns.
 
     layout     of packed a: IN_GROUPS, or OTHER, if this CPU uses a second layout
-    tile_args  a, panel, depth, next_group, beta, c, ldc, num_rows, left
+    tile_args  a, panel, depth (places), next_group (address to prefetch), beta, c, ldc, num_rows, left
     """
     layouts = [panels.IN_GROUPS] if OTHER is None else [panels.IN_GROUPS, OTHER]
     cases = {
@@ -167,7 +167,7 @@ def tile(builder, width, layout, *tile_args):
 
 @kernel("i64, i64, i64, i64, i64, f32, i64, i64, i64, UniTuple(i64, 4)")
 def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
-    """c (m, n) = a @ b + beta * c, of packed a and b.
+    """c (m, n) = a @ b + beta * c at addresses, of a packed in `layout` and packed b, both with `depth` places.
 
     next_source  rows of a that are packed next, prefetched tile by tile: address, number, distance, length; to prefetch
                  the next block of b gained nothing in a step
@@ -198,7 +198,7 @@ def even_parts(total_size, max_length, unit):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack(block, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n) into a block, as `multiply_block` reads it."""
+    """Pack op(b) (depth, n) of sgemm, at address b, to address block, as `multiply_block` reads it."""
     if AMX and bf16:
         pack_columns(block, panels.places(depth, bf16) * LANES, b, tb, ldb, depth, n, bf16)
     else:
@@ -207,7 +207,7 @@ def pack(block, b, tb, ldb, depth, n, bf16):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64")
 def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
-    """c (m, n) = op(a) @ block + beta * c, with beta 0 or 1 and a block by `pack` of at most `broad` columns."""
+    """c (m, n) = op(a) @ block + beta * c as in sgemm, with beta 0 or 1, a block by `pack`, at most `broad` columns."""
     chunk, packed_k = scratch(A_SIZE), panels.places(depth, bf16)
     if AMX and bf16:
         max_rows = A_SIZE // max(packed_k, LANES) // STEPS * STEPS
@@ -228,7 +228,7 @@ def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
 
 @kernel("i64(i64, i64)")
 def broad(depth, bf16):
-    """Return the most columns of a block of b with `depth` rows."""
+    """Return the most columns of a block of b with `depth` rows, with bf16 as in sgemm."""
     return DEEP * (BROAD_BF16 if bf16 else BROAD) // panels.places(depth, bf16)
 
 

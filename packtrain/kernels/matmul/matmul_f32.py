@@ -66,7 +66,7 @@ def task_shape(m, n, num_tasks, column_unit, column_cost, broad):
 
 @kernel("UniTuple(i64, 2)(any_in2)")
 def matrix_layout(x):
-    """Return 1 if x is a row-major matrix transposed, 0 if not transposed, and the stride of the matrix's rows."""
+    """Return (1 if x is a transposed row-major matrix, else 0; f32 between that matrix's rows). Raises ValueError."""
     row_stride, column_stride = x.strides[0] // 4, x.strides[1] // 4
     if (column_stride == 1 or x.shape[1] <= 1) and (row_stride >= x.shape[1] or x.shape[0] <= 1):
         return 0, row_stride

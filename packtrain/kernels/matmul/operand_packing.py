@@ -27,7 +27,7 @@ PAIR_ORDERS = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
 
 @instruction(void, i64, i64, i64, i64)
 def transpose8(builder, source, ld, target, ld_target):
-    """Transpose 8 x 8 of `source` to `target` in registers of 8, in fewer steps than transpose16; prefetches more."""
+    """Transpose 8 x 8 f32 at `source` to `target`, rows ld and ld_target f32 apart, by registers of 8; prefetches."""
     row_ptrs = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
     for row_ptr in row_ptrs:
         panels.emit_prefetch(builder, builder.add(row_ptr, I64(panels.PREFETCH_NBYTES)))
@@ -96,7 +96,7 @@ def transpose16_quarters(source, ld, target, ld_target):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack_b(block, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n) as panels (places(depth), PANEL), one behind the other, with zeros beyond op(b)."""
+    """Pack op(b) (depth, n) of sgemm to address block: panels (places(depth), PANEL) in turn, zeros beyond op(b)."""
     packed_k, k_per = panels.places(depth, bf16), 1 + bf16
     if tb == 0:
         panel_end = 0 if bf16 else n // PANEL * PANEL
@@ -139,7 +139,7 @@ def a_layout(ta, bf16):
 
 @part("i64, i64, i64, i64, i64, i64")
 def pack_narrow(block, a, ta, lda, depth, m):
-    """Pack op(a) as `pack_a` does, in registers of 8, which transpose slowly."""
+    """Pack op(a), in f32, as `pack_a` does, in registers of 8, which transpose slowly."""
     packed_k = panels.places(depth, 0)
     if ta:
         group_size, full_extent = panels.group_stride(packed_k), max((m - GROUP) // ROWS + 1, 0)
@@ -169,7 +169,7 @@ def pack_narrow(block, a, ta, lda, depth, m):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack_a(block, a, ta, lda, depth, m, bf16):
-    """Pack op(a) (m, depth) as groups (places(depth), GROUP) of ROWS rows, with zeros beyond op(a); see a_layout."""
+    """Pack op(a) (m, depth) of sgemm to address block: groups (places(depth), GROUP), then zeros; see a_layout."""
     deep, per = panels.places(depth, bf16), 1 + bf16
     if HAS_NARROW_VECTORS:
         pack_narrow(block, a, ta, lda, depth, m)

@@ -57,7 +57,7 @@ def multiply(qtype, m, n, k, x, ldx, w, row_nbytes, add, y, ldy, bf16):
 
 @kernel("*[i64] * 10, boolean, i64, i64, i64")
 def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ldx, bf16):
-    """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], plus x if `add`; start:stop are whole blocks."""
+    """x[:, start:stop] = y (m, n) @ w (n, k)[:, start:stop], plus x if `add`, at addresses; start:stop whole blocks."""
     lines, block, per = scratch(LINES), scratch(B_SIZE), 1 + bf16
     use_tiles = AMX and bf16 > 0
     depth_step = even_parts(n, DEEP, LANES)
@@ -89,7 +89,7 @@ def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ld
 
 @kernel("boolean(i64, i64, i64)")
 def fused(m, k, qtype):
-    """Return whether weights are multiplied while they are unpacked, in registers."""
+    """Return whether m rows, k long, are multiplied by this type's weights as those are unpacked, in registers."""
     return m == 1 and k % 32 == 0 and qtype in FUSED_TYPES
 
 
@@ -128,7 +128,7 @@ def dot_columns(y, x, qtype, w, add, start, stop):
 
 @kernel("out2, in2, i64, bytes2, boolean, i64, i64, i64")
 def columns(y, x, qtype, w, add, bf16, start, stop):
-    """Compute columns start … stop - 1 of y = x @ w.T, by dot products for few rows, else by panels."""
+    """Compute columns start … stop - 1 of y = x @ w.T, plus y if `add`: by dot products if rows are few, or panels."""
     m, k = x.shape
     n, nbytes = y.shape[1], w.shape[1]
     if m <= FEW_ROWS and bf16 == 0:
@@ -164,7 +164,7 @@ def product(y, x, qtype, w, add, bf16):
 
 @kernel("longs2, i64, i64, i64, i64, i64")
 def product_task(every, x, k, qtype, step, task):
-    """Compute up to `step` columns of one of several joined products, fused."""
+    """Compute up to `step` columns of one of `products`, which part_of finds by `task`; x: address of k values."""
     i, col_start = part_of(every, step, task)
     y, n, w, ldw = every[i, 0], every[i, 1], every[i, 2], every[i, 3]
     for j in range(col_start, min(col_start + step, n)):
@@ -174,10 +174,10 @@ def product_task(every, x, k, qtype, step, task):
 
 @kernel("longs2, in2, i64, i64")
 def products(every, x, qtype, bf16):
-    """Compute `product` of one row with several weights of one type, fused.
+    """Compute `product` of one row x (1, K) with several weights of one type, each unpacked in registers.
 
-    every  of each product the address of y, N, the address of w, the bytes of a row of w, and add
-    bf16   0
+    every  (P, 5)  i64, a row for each product: address of y, N, address of w, bytes of a row of w, 1 to add to y or 0
+    bf16   must be 0; an argument, because `product` has it
     """
     columns_per_task = -(-tasks_of(every, 1) // (threads() * TASKS_PER_THREAD * LANES)) * LANES
     task_args = every, address(x, 0), x.shape[1], qtype, columns_per_task
@@ -186,7 +186,7 @@ def products(every, x, qtype, bf16):
 
 @kernel("out2, in2, i64, bytes2, boolean, i64, i64, i64, i64, i64")
 def product_back_task(x, y, qtype, w, add, bf16, rows, task_columns, across, task):
-    """Compute `rows` rows and `task_columns` columns of x for `product_back`."""
+    """Compute `rows` x task_columns of x for product_back: `task` says which, with `across` tasks side by side."""
     m, k = x.shape
     n, row_nbytes = w.shape
     i, c = task // across * rows, task % across * task_columns
@@ -201,7 +201,7 @@ def product_back(x, y, block, qtype, w, add, bf16):
     """x = y @ w, plus x if `add`.
 
     y  (M, N)          f32
-    w  (N, row bytes)  packed by `block` columns
+    w  (N, row bytes)  packed in blocks of `block` columns
     x  (M, K)          f32
     """
     m, k = x.shape

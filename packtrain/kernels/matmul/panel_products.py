@@ -29,7 +29,7 @@ for dtype in ROUNDABLE:
 
 @part("i64(i64, i64, i64, i64)")
 def padded_chunk(buffer, w, left, chunk_nbytes):
-    """Return w, or if only `left` of `chunk_nbytes` bytes belong to the row, `buffer` with these and zeros behind."""
+    """Return address w, or, if only `left` of chunk_nbytes bytes are the row's, `buffer` with these, then zeros."""
     if left >= chunk_nbytes:
         return w
     for i in range(chunk_nbytes):
@@ -39,7 +39,7 @@ def padded_chunk(buffer, w, left, chunk_nbytes):
 
 @kernel("*[i64] * 8")
 def pack_panel(panel_ptr, qtype, w, ldw, first_chunk, count, num_rows, wide):
-    """Write `count` chunks of `num_rows` rows at w as a panel of transposed lines: see code_panels."""
+    """Write `count` chunks, from first_chunk on, of num_rows rows at w, ldw bytes each, as a panel: see code_panels."""
     lines_ptr, room = scratch(LINES), scratch(LINE_SIZE)
     per, chunk = (WIDTH[qtype] + LANES_NBYTES) // 4, CHUNK[qtype]
     for c in range(count):
@@ -58,7 +58,10 @@ def pack_panel(panel_ptr, qtype, w, ldw, first_chunk, count, num_rows, wide):
 
 @kernel("*[i64] * 11")
 def panels(m, n, k, qtype, x, w, ldw, y, add, start, stop):
-    """Compute columns start … stop - 1 of y (m, n) = x @ w.T for many rows; y, the integers x and w are addresses."""
+    """Compute columns start … stop - 1 of y (m, n) = x @ w.T, plus y if `add`, for many rows, by packed panels of w.
+
+    x, w, y are addresses: of integers by round_row with one plane, of packed rows `ldw` bytes apart, and of f32.
+    """
     panel, width = scratch(PANEL_SIZE), WIDTH[qtype]
     x_stride, line_nbytes = nbytes(k, 1), width + 3 * LANES_NBYTES
     depth_step = even_parts(k, DEEP, MAX_CHUNK)

@@ -68,7 +68,7 @@ WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def emit_pair(builder, low, high):
-    """Emit the rounding of two vectors to bf16, side by side in each lane."""
+    """Emit two vectors rounded to bf16 and interleaved: lane i has low[i], then high[i]. Without bf16 it is `low`."""
     if not HALF:
         return low
     both = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_VECTOR, high, low)
@@ -93,7 +93,7 @@ def emit_row(builder, source, ld, row_index, last, left):
 
 
 def emit_transposed(builder, rows, num_rounds):
-    """Emit the values of `rows` with columns outermost, as if the rows were one long vector."""
+    """Emit the transpose of `rows`, 2**num_rounds vectors, as one long vector: all of column 0, then column 1, …."""
     low_order, high = (
         ir.Constant(BITS, [first_lane + i // 2 + i % 2 * LANES for i in range(LANES)])
         for first_lane in (0, LANES // 2)
@@ -139,7 +139,7 @@ def halves_of(builder, rows, half_index):
 
 @instruction(void, i64, i64, i64)
 def move_panel(builder, source, ld, target):
-    """Copy PANEL values of a row of `source` to `target`; prefetches a row that follows."""
+    """Copy PANEL f32 at address source to target; prefetches the row that is BELOW rows of `ld` f32 further down."""
     prefetch_row = beyond(builder, source, builder.mul(ld, I64(BELOW)))
     for vector_index in range(WIDE):
         vector_offset = I64(64 * vector_index)
@@ -150,7 +150,7 @@ def move_panel(builder, source, ld, target):
 
 @part("i64(i64, i64)")
 def places(depth, bf16):
-    """Return the places of packed values for a depth, whole turns of the loop over them; added places are zeros."""
+    """Return how many f32 `depth` packed values of a row or column take, zeros up to whole turns of loops included."""
     if AMX and bf16:
         return -(-depth // (2 * LANES)) * LANES * bf16
     num_places = (max(depth, 1) + bf16) // (1 + bf16)
@@ -159,5 +159,5 @@ def places(depth, bf16):
 
 @part("i64(i64)")
 def group_stride(packed_k):
-    """Return the distance of groups in packed a: never one that puts all of them into the same places of a cache."""
+    """Return the f32 from one group of packed a to the next, of packed_k places: not all in equal places of a cache."""
     return packed_k * GROUP + GROUP_SHIFT

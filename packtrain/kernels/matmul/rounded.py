@@ -21,7 +21,7 @@ TASKS_PER_THREAD = 8
 
 @kernel("out1, in1")
 def rounded(y, x):
-    """y = x, each 32 values rounded to multiples of their 8-bit step."""
+    """y = x, each 32 values rounded to multiples of one step: their largest magnitude / 127."""
     for i in range(0, len(x), BLOCK):
         d = block_step(address(x, i), MAX_INT_1)
         for j in range(i, i + BLOCK, LANES):
@@ -39,9 +39,9 @@ def product(y, x, qtype, w, add, planes, workspace):
     """y = rounded(x) @ w.T, plus y if `add`.
 
     x          (M, K)          f32; K is a multiple of 32 and of the block
-    w          (N, row bytes)  packed, of a type in CODES
+    w          (N, row bytes)  packed, of a type in ROUNDABLE
     y          (M, N)          f32
-    planes     1 or 3
+    planes     1 or 3: x is rounded to 8 or 24 bits
     workspace  (M * nbytes(K, planes) / 4,)  f32
     """
     m, k = x.shape
@@ -56,7 +56,7 @@ def product(y, x, qtype, w, add, planes, workspace):
 
 @kernel("longs2, i64, i64, i64, i64, i64, i64, i64")
 def product_task(every, m, k, qtype, planes, x, columns_per_part, task):
-    """Compute up to `columns_per_part` columns of one of several products (rows of `every`) with the same x."""
+    """Compute up to columns_per_part columns of one of `products`, found by `task` (part_of); x: round_row's result."""
     i, col_start = part_of(every, columns_per_part, task)
     y, n, w, ldw, add = every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4]
     dots(m, n, k, qtype, planes, x, w, ldw, y, add, col_start, min(col_start + columns_per_part, n))
@@ -66,7 +66,7 @@ def product_task(every, m, k, qtype, planes, x, columns_per_part, task):
 def products(every, x, qtype, planes, workspace):
     """Compute `product` of the same rows with several weights of one type.
 
-    every  of each product the address of y, N, the address of w, the bytes of a row of w, and add
+    every  (P, 5)  i64, a row for each product: address of y, N, address of w, bytes of a row of w, 1 to add to y or 0
     """
     m, k = x.shape
     integers = address(workspace, 0)

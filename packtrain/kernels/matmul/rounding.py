@@ -31,13 +31,13 @@ for dtype in ROUNDABLE:
 
 @part("i64(i64, i64)")
 def nbytes(n, planes):
-    """Return the bytes of n rounded integers with their steps and corrections; types with longer lines need less."""
+    """Return the bytes that round_row writes for n values in `planes` planes; types with longer lines need less."""
     return (n + VALUES - 1) // VALUES * (VALUES * planes + 3 * LANES_NBYTES)
 
 
 @part("f32(i64, f32)")
 def block_step(x, max_code):
-    """Return the step that makes the largest of 32 values `max_code`; NaN if not all values are finite."""
+    """Return the step that makes the largest of 32 f32 at address x `max_code`; NaN if not all of them are finite."""
     a, b = load(x, 0), load(x, LANES)
     d = largest(maximum(absolute(a), absolute(b))) / max_code
     return (f32(0) if d < MIN_STEP else d) + total((a - a) + (b - b))
@@ -60,7 +60,7 @@ def rounded_integers(v, d):
 
 @part("i64, i64, f32, i64, i64")
 def put_integers(y, x, d, planes, width):
-    """Round 16 values and write the integers to y: a byte each, or three bytes in planes `width` bytes apart."""
+    """Round 16 f32 at x to multiples of d: integers at y, a byte each, or three bytes in planes `width` bytes apart."""
     if planes == 1:
         put_bytes(y, 0, to_bits(rounded_codes(load(x, 0), d)))
         return
@@ -74,7 +74,7 @@ def put_integers(y, x, d, planes, width):
 
 @part("i32x16(i64, i64, i64, i64)")
 def lane_sums(y, width, first_plane, plane_stop):
-    """Return the sums by lane of the integers of a line, put together from some of their planes."""
+    """Return sums by lane of `width` integers at address y, put together from planes first_plane … plane_stop - 1."""
     sums = spread_bits(0)
     for p in range(first_plane, plane_stop):
         sums = sums << 8
@@ -85,7 +85,7 @@ def lane_sums(y, width, first_plane, plane_stop):
 
 @part("i64, i32x16, i64")
 def sum_groups(y, v, lanes):
-    """Write the sum of each group of `lanes` lanes of v to the group's first lane at y; as f32 the sums are exact."""
+    """Write i32 v to address y, with each group of `lanes` lanes' sum in its first lane; as f32 the sums are exact."""
     store(y, 0, to_floats(v))
     for first_lane in range(0, LANES, lanes):
         s = f32(0)
@@ -97,7 +97,7 @@ def sum_groups(y, v, lanes):
 
 @kernel("i64, i64, i64")
 def put_corrections(y, qtype, planes):
-    """Write, after a line's steps, the sums with which `dot_tile` corrects products for code biases or offsets."""
+    """Write, after the steps of the line at address y, sums by which `dot_tile` corrects for code biases or offsets."""
     width, bias = WIDTH[qtype], CODE_BIAS[qtype]
     steps_ptr = y + width * planes
     corrections, more_corrections = steps_ptr + LANES_NBYTES, steps_ptr + 2 * LANES_NBYTES
@@ -122,7 +122,7 @@ def put_corrections(y, qtype, planes):
 
 @part("i64, i64, i64, i64")
 def reorder_groups(y, width, group_codes, planes):
-    """Reorder the integers of each plane at y as `dot_tile` reads the codes of their groups."""
+    """Reorder `width` integers of each plane at y as `dot_tile` reads codes: group_codes of each group in turn."""
     for plane_ptr in range(y, y + width * planes, width):
         if group_codes == 16:
             reorder_by_16(plane_ptr)
@@ -134,7 +134,7 @@ def reorder_groups(y, width, group_codes, planes):
 
 @kernel("i64, i64, i64, i64, i64")
 def round_row(y, x, n, qtype, planes):
-    """Round n f32 at x to integers at y, as products with weights of type `qtype` read them."""
+    """Round n f32 at address x to lines of integers at y, as products with type `qtype` read them; planes: 1 or 3."""
     max_code, width = MAX_INT_1 if planes == 1 else MAX_INT_3, WIDTH[qtype]
     lanes_per_group = LANES * BLOCK // width
     for i in range(0, n, width):

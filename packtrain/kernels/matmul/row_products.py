@@ -19,7 +19,7 @@ row_tile = dot_tile.dot_tiles(
 
 @kernel("*[i64] * 12")
 def product_panel(m, n, k, qtype, planes, x, w, ldw, y, add, start, stop):
-    """Compute columns start … stop - 1 of y (m, n) = x @ w.T by tiles; y, the integers x and w are addresses."""
+    """Compute columns start … stop - 1 of y (m, n) = x @ w.T, plus y if `add`, by tiles; arguments are as in dots."""
     i, ldy = i64(0), 4 * n
     while i < m:
         num_left, x_at, y_at = m - i, x + i * nbytes(k, planes), y + i * ldy
@@ -33,7 +33,10 @@ def product_panel(m, n, k, qtype, planes, x, w, ldw, y, add, start, stop):
 
 @kernel("*[i64] * 12")
 def dots(m, n, k, qtype, planes, x, w, ldw, y, add, start, stop):
-    """Compute columns start … stop - 1 of y = x @ w.T by panels of w, which stay in the cache for all rows of x."""
+    """Compute columns start … stop - 1 of y (m, n) = x @ w.T, plus y if `add`, by panels of w that stay in the cache.
+
+    x, w, y are addresses: of integers by round_row with `planes` planes, of packed rows `ldw` bytes apart, and of f32.
+    """
     for j in range(start, stop, PANEL):
         panel_stop = min(j + PANEL, stop)
         product_panel(m, n, k, qtype, planes, x, w, ldw, y, add, j, panel_stop)

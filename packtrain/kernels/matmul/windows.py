@@ -12,7 +12,7 @@ VALUES_PER_TASK = 1 << 14  # values of a task
 
 @part("i64(ints1)")
 def plane_work(sizes):
-    """Return how many values the windows of a plane have."""
+    """Return how many values all windows of a plane have, OH OW KH KW; `sizes` are as the module says."""
     return i64(sizes[4]) * sizes[5] * sizes[2] * sizes[3]
 
 
@@ -25,7 +25,7 @@ def plane_work(sizes):
     block=VALUES_PER_TASK,
 )
 def unfold(y, x, num_images, channels, sizes, line_start, line_stop):
-    """Write the windows of each image as rows of y, each channels x window.
+    """Write the windows of each image as rows of y, each channels x window; `sizes` are as the module says.
 
     x  (N C H W,)            f32
     y  (N OH OW C KH KW,)    f32
@@ -85,7 +85,7 @@ def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
     block=VALUES_PER_TASK,
 )
 def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
-    """Write the largest value of each window, or its sum divided by the window's size.
+    """Write each window's largest value if use_max, else its sum divided by the window's size; planes = N C.
 
     x  (N C H W,)    f32
     y  (N C OH OW,)  f32
@@ -108,7 +108,7 @@ def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
     block=VALUES_PER_TASK,
 )
 def pool_back(use_max, dx, dy, x, planes, sizes, plane_start, plane_stop):
-    """Gradient of pool: dy goes to the first of a window's largest values, or to all its values alike.
+    """Gradient of pool: dy goes to the first of a window's largest values if use_max, else to all its values alike.
 
     dx, x  (N C H W,)    f32
     dy     (N C OH OW,)  f32

@@ -22,17 +22,14 @@ def reciprocal(d):
 
 @part("UniTuple(f32, 2)(i64)")
 def bounds(x):
-    """Return the minimum and maximum of 32 values."""
+    """Return (minimum, maximum) of 32 f32 at address x."""
     a, b = load(x, 0), load(x, 16)
     return -largest(maximum(neg(a), neg(b))), largest(maximum(a, b))
 
 
 @kernel("i64(i64, i64, f32, f32, f32, f32)")
 def put_codes(y, x, low, inverse, offset, max_code):
-    """Write 32 values to y as four-bit codes, (x - low) * inverse + offset towards zero, at most `max_code`.
-
-    Returns the fifth bits.
-    """
+    """Write codes (x - low) * inverse + offset, truncated, of 32 f32 at x: four bits to y; returns the fifth bits."""
     a = (load(x, 0) - low) * inverse + offset
     b = (load(x, 16) - low) * inverse + offset
     first_codes = to_bits(select_less(max_code, a, max_code, a))
@@ -43,7 +40,7 @@ def put_codes(y, x, low, inverse, offset, max_code):
 
 @part("i64, i64, f32")
 def put_rounded(y, x, inverse):
-    """Write 16 values times `inverse` as bytes, rounded to nearest, ties away from zero."""
+    """Write 16 f32 at x times `inverse` as bytes to y, rounded to nearest, ties away from zero."""
     v = load(x, 0) * inverse
     magnitude = absolute(v)
     floor_size = floor(magnitude)
@@ -52,7 +49,7 @@ def put_rounded(y, x, inverse):
 
 @part("f32x16(f32x16, f32, f32)")
 def rounded(v, low, max_code):
-    """Round to the nearest integer, ties to even, within bounds."""
+    """Return v rounded to the nearest integer, ties to even, within low … max_code."""
     return (select_less(v, low, low, select_less(max_code, v, max_code, v)) + ROUND) - ROUND
 
 
@@ -64,7 +61,7 @@ def rounded_int(v, max_code):
 
 @part("UniTuple(f32, 2)(f32, f32, f32, f32, f32)")
 def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
-    """Return scale and low, at most 0, of the weighted line through codes l and values x; scale 0 if there is none."""
+    """Return (scale, low <= 0) of the line through codes l and values x, by weighted sums; scale 0 if there is none."""
     determinant = weight * sum_ll - sum_l * sum_l
     if not determinant > 0:
         return f32(0), f32(0)
@@ -76,7 +73,7 @@ def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
 
 @kernel("UniTuple(f32, 2)(i64, f32, f32, i64)")
 def fit(x, max_code, first_step, num_trials):
-    """Return scale and low, at most 0, of 32 values as codes 0 … max_code.
+    """Return (scale, low <= 0) for 32 f32 at address x as codes 0 … max_code.
 
     The range of the values gets `max_code` codes, then in trial i max_code + first_step + i / 10; the next trial uses
     the low of a better one. Errors are weighted by the value's magnitude plus the root mean square of all.
@@ -109,7 +106,7 @@ def fit(x, max_code, first_step, num_trials):
 
 @kernel("f32(i64, i64)")
 def extreme(x, n):
-    """Return the value furthest from zero of 16 or 32 values; the first on ties."""
+    """Return the value furthest from zero of n = 16 or 32 f32 at address x; the first on ties."""
     a, b = load(x, 0), load(x, n - 16)
     max_value, max_negated = largest(maximum(a, b)), largest(maximum(neg(a), neg(b)))
     if max_value != max_negated:

@@ -20,10 +20,6 @@ def row(qtype, target_ptr, source_ptr, count):
 
 @each_task("i64, out2, bytes2", lambda y: len(y))
 def rows(qtype, y, x, row_index):
-    """Dequantize every row of x to y.
-
-    x  (N, row bytes)  u8
-    y  (N, width)      f32
-    """
+    """Dequantize every row of x, u8 (N, row bytes), to y, f32 (N, width)."""
     width = y.shape[1]
     row(qtype, address(y, row_index * width), x.ctypes.data + row_index * x.shape[1], width)

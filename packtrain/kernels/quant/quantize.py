@@ -30,7 +30,7 @@ def sum_of_squares(x, count):
 
 @kernel("f64(i64, i64, i64, i64, i64)")
 def squared_error(qtype, packed_ptr, row_nbytes, x, count):
-    """Return the sum of squares of a row's f32 rounding errors."""
+    """Return the sum of squared differences between `count` f32 at x and their packed row at packed_ptr."""
     unpacked, error_sums = scratch(MAX_CHUNK), zero_sums()
     for chunk_start in range(0, count, MAX_CHUNK):
         chunk_size = min(count - chunk_start, MAX_CHUNK)

@@ -103,7 +103,7 @@ def packed(
     location: str, tensor_parts: Iterable[np.ndarray | QuantizedBlocks | WeightedValues], dtype: Dtype,
     report_error: Callable[[float], None],
 ) -> Iterator[np.ndarray]:  # fmt: skip
-    """Yield parts of a tensor as `dtype`; `report_error` gets the rounding error. Raises InputError for bad values."""
+    """Yield parts as `dtype`, then report the relative RMS error. Raises InputError at `location` for bad values."""
     error_sum = square_sum = 0.0
     for part_values in tensor_parts:
         if isinstance(part_values, QuantizedBlocks):

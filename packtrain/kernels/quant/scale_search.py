@@ -49,7 +49,7 @@ def wrapped_byte(code):
 
 @kernel("f32(i64, i64)")
 def extreme_value(x, n):
-    """Return the value furthest from zero, the first on ties; 0 if all are below MIN_MAGNITUDE."""
+    """Return the value furthest from zero of n f32 at x, the first on ties; 0 if all are below MIN_MAGNITUDE."""
     extreme = f32(0)
     for i in range(n):
         if abs(peek(x, i)) > abs(extreme):
@@ -65,7 +65,7 @@ def put_zeros(codes, n):
 
 @kernel("UniTuple(f32, 2)(*group_types, f32)")
 def code_products(x, w, n, max_code, codes, inverse):
-    """Write the codes for one scale, `max_code` added; returns the sums of w * x * code and of w * code * code."""
+    """Write codes + max_code of a group for the scale 1 / inverse; returns the sums of w * x * code and w * code**2."""
     sum_lx, sum_ll, code_offset = f32(0), f32(0), f32(max_code)
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
@@ -83,7 +83,7 @@ def clamped_codes(v, low, max_code):
 
 @part("i64, i64, i64, i64, i64, f32x16")
 def lane_products(x, w, n, max_code, result_sums, inverses):
-    """Write the two sums of `code_products` for a scale in each lane; codes are not written."""
+    """Write to result_sums the two sums of code_products for the factor in each lane; codes are not written."""
     sum_lx, sum_ll = splat(0.0), splat(0.0)
     for i in range(n):
         code = clamped_codes(inverses * peek(x, i), f32(-max_code), f32(max_code - 1))
@@ -95,7 +95,7 @@ def lane_products(x, w, n, max_code, result_sums, inverses):
 
 @kernel("f32(*group_types)")
 def even(x, w, n, max_code, codes):
-    """Return the scale of a group: the best that maps its extreme to max_code ± 0.9 at most. make_qx_quants."""
+    """Fit n f32 at x, weights w: returns the scale, the extreme at max_code ± 0.9; writes codes. make_qx_quants."""
     extreme, trial_sums = extreme_value(x, n), scratch(32)
     if extreme == 0:
         put_zeros(codes, n)
@@ -120,7 +120,7 @@ def even(x, w, n, max_code, codes):
 
 @kernel("f32(*group_types)")
 def even_by_turns(x, w, n, max_code, codes):
-    """Return the scale of a group: the extreme gets -max_code, then codes change while that helps. make_q3_quants."""
+    """Fit as `even`, but the extreme gets -max_code, then codes change one by one while that helps. make_q3_quants."""
     extreme, code_offset = extreme_value(x, n), f32(max_code)
     if extreme == 0:
         put_zeros(codes, n)
@@ -147,7 +147,7 @@ def even_by_turns(x, w, n, max_code, codes):
 
 @kernel("f32(i64, i64, i64, i64, f32)")
 def best_inverse(x, w, n, max_code, max_value):
-    """Return the factor from values to codes with the least error, of nine that map `max_value` near `max_code`."""
+    """Return the factor from n f32 at x to codes with the least error, of nine that map `max_value` near `max_code`."""
     inverse, best_error = f32(max_code) / max_value, f32(0)
     for trial in range(-5, 5):
         if trial != 0:  # trial -5 takes the factor of trial 0
@@ -166,7 +166,7 @@ def best_inverse(x, w, n, max_code, max_value):
 
 @kernel("f32(*group_types)")
 def above(x, w, n, max_code, codes):
-    """Return the scale of a group of values above zero, by nine trials, then code by code. make_qp_quants."""
+    """Fit n f32 above 0 at x, weights w: returns the scale, by nine trials; writes codes, all >= 0. make_qp_quants."""
     max_value, min_code = f32(0), -MAX_CODE
     for i in range(n):
         max_value = max(max_value, peek(x, i))
@@ -201,7 +201,7 @@ def above(x, w, n, max_code, codes):
 
 @kernel("f32(i64, i64, i64, i64, f32, f32, i64)")
 def weighted_error(x, w, n, codes, scale, low, sizes):
-    """Return the weighted sum of squared errors of codes * scale + low, or if `sizes` of the errors' magnitudes."""
+    """Return the sum of squared errors of codes * scale + low, or if `sizes` of absolute errors, weighted by w."""
     error = f32(0)
     for i in range(n):
         residual = scale * peek(codes, i) + low - peek(x, i)
@@ -211,7 +211,7 @@ def weighted_error(x, w, n, codes, scale, low, sizes):
 
 @part("f32x16(i64, i64, i64, i64, f32x16, f32x16, i64)")
 def weighted_errors(x, w, n, codes, scales, min_values, sizes):
-    """Return the weighted_error of a trial in each lane."""
+    """Return the weighted_error of a trial in each lane; codes (n, 16)."""
     errors = splat(0.0)
     for i in range(n):
         residual = scales * load(codes, i * LANES) + min_values - peek(x, i)
@@ -221,7 +221,7 @@ def weighted_errors(x, w, n, codes, scales, min_values, sizes):
 
 @part("*group_types, f32, f32x16, f32, f32, i64")
 def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes):
-    """Fit a line in each lane: writes errors, scales and lows, then the codes of each value, to `trial_results`."""
+    """Fit a line in each lane: writes errors, scales, lows, codes of each value to trial_results, f32 (3 + n, 16)."""
     sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
     codes = trial_results + 3 * LANES * 4
     for i in range(n):
@@ -244,7 +244,7 @@ def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, si
 
 @kernel("UniTuple(f32, 2)(*group_types, f32, f32, i64, i64)")
 def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
-    """Return scale and low, at most 0, of a group. make_qkx2_quants and make_qkx3_quants.
+    """Return (scale, low <= 0) of n f32 at x, weights w; writes codes. make_qkx2_quants and make_qkx3_quants.
 
     The range of the values gets `max_code` codes, then in trial i max_code + first_step + i * step. A line is fitted to
     the codes of each trial; the best line has the least sum of weighted squared (with `sizes`: absolute) errors.

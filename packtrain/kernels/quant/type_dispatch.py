@@ -48,13 +48,13 @@ def numba_type(function):
 
 
 def compile_role(role, decorator):
-    """Compile the functions of a role, such as `unpack`, and all that they call; returns them by element type."""
+    """Compile the functions of a role, such as unpack, and all that they call; returns compiled ones by Dtype."""
     done = {}
     return {t: compiled(t.code[role], decorator, done) for t in DTYPES.values() if role in t.code}
 
 
 def compile_blocks(role, decorator=separate_part):
-    """Compile the functions of a role in ARGUMENTS; those of small blocks are inlined, others get the decorator."""
+    """Compile a role in ARGUMENTS: small blocks' functions inlined, others by decorator(signature); by Dtype."""
     done = {}
     return {
         t: compiled(
@@ -72,7 +72,7 @@ def form(role, dtype):
 
 
 def compiled(code, decorator, done):
-    """Compile a function of dtypes/, after the functions that it calls; returns the compiled function."""
+    """Return a CompiledFunction's compiled function, after compiling those that it calls; `done` has, and gets, all."""
     if code not in done:
         for callee in map(code.function.__globals__.get, code.function.__code__.co_names):
             if isinstance(callee, CompiledFunction):
@@ -132,7 +132,7 @@ def blocks_by_type(role, functions):
 
 
 def choice(functions, signature, emit):
-    """Return an intrinsic (qtype, *args) of emit(context, builder, dtype, args) for the type with that number."""
+    """Return an intrinsic (qtype, *args): emit(context, builder, dtype, args) for the key of functions numbered so."""
 
     def codegen(context, builder, sig, args):
         result_ptr = cgutils.alloca_once(builder, context.get_value_type(signature.return_type))

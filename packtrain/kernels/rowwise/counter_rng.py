@@ -21,7 +21,7 @@ def mix(z: int) -> int:
 
 
 def stream_key(seed: int, step: int, stream: int) -> int:
-    """Return the 64-bit key of one random stream at one step, as a signed integer."""
+    """Return the 64-bit key of a random stream (any number tells streams apart) at one step, as a signed integer."""
     mixed_bits = mix((mix((mix(seed & WORD_MASK) + step) & WORD_MASK) + stream) & WORD_MASK)
     return mixed_bits - (1 << 64) if mixed_bits >> 63 else mixed_bits
 
@@ -29,7 +29,7 @@ def stream_key(seed: int, step: int, stream: int) -> int:
 def uniform_numpy(
     seed: int, step: int, stream: int, n: int, first: int = 0
 ) -> npt.NDArray[np.float32]:
-    """Return n uniform numbers in [0, 1) with 24 bits, from an even `first`: two from each hash, the low half first."""
+    """Return numbers first … first + n - 1 (first even) of a stream, uniform in [0, 1), 24 bits: two from each hash."""
     pair = first // 2
     z = np.arange(pair + 1, pair + (n + 1) // 2 + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     z += np.uint64(stream_key(seed, step, stream) & WORD_MASK)

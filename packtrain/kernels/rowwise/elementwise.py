@@ -88,10 +88,7 @@ def two(code, a, b):
 
 @parallel("i64, out1, in1", lambda x: (x.size, 1), serial=SERIAL)
 def unary(code, y, x, span_start, span_stop):
-    """y = f(x), code from UNARY; y may be x.
-
-    x, y  (N,)  f32
-    """
+    """y = f(x), f the function that UNARY numbers `code`; x, y (N,) f32; y may be x."""
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         store_part(y, i, unary_lanes(code, load_part(x, i, num_left)), num_left)
@@ -99,10 +96,7 @@ def unary(code, y, x, span_start, span_stop):
 
 @parallel("i64, out1, in1, in1", lambda y: (y.size, 1), serial=SERIAL)
 def binary(code, y, a, b, span_start, span_stop):
-    """y = a (+ - * /) b, code from BINARY; y may be a or b.
-
-    a, b, y  (N,)  f32
-    """
+    """y = a (+ - * /) b, whichever BINARY numbers `code`; a, b, y (N,) f32; y may be a or b."""
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
@@ -110,11 +104,7 @@ def binary(code, y, a, b, span_start, span_stop):
 
 @parallel("i64, out2, in2, in1", lambda a: a.shape, serial=SERIAL)
 def binary_rows(code, y, a, b, row_start, row_stop):
-    """y = a (+ - * /) b with b the same for every row; y may be a.
-
-    a, y  (N, C)  f32
-    b     (C,)    f32
-    """
+    """y = a (+ - * /) b with b (C,) the same for every row of a and y (N, C), f32; code from BINARY; y may be a."""
     width = b.size
     for row in range(row_start, row_stop):
         for i in range(0, width, LANES):
@@ -125,11 +115,7 @@ def binary_rows(code, y, a, b, row_start, row_stop):
 
 @parallel("i64, out1, in1, in1", lambda y: (y.size, 1), serial=SERIAL)
 def binary_scalar(code, y, a, b, span_start, span_stop):
-    """y = a (+ - * /) b[0]; y may be a.
-
-    a, y  (N,)  f32
-    b     (1,)  f32
-    """
+    """y = a (+ - * /) b[0], whichever BINARY numbers `code`; a, y (N,), b (1,), f32; y may be a."""
     b_lanes = splat(b[0])
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
@@ -138,10 +124,7 @@ def binary_scalar(code, y, a, b, span_start, span_stop):
 
 @parallel("out1, in1, f32, f32", lambda x: (x.size, 1), serial=SERIAL)
 def scale(y, x, by, bias, span_start, span_stop):
-    """y = x * by + bias; y may be x.
-
-    x, y  (N,)  f32
-    """
+    """y = x * by + bias; x, y (N,) f32; y may be x."""
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         store_part(y, i, load_part(x, i, num_left) * by + bias, num_left)
@@ -149,10 +132,7 @@ def scale(y, x, by, bias, span_start, span_stop):
 
 @parallel("out1, in1, f32, f32, f32", lambda x: (x.size, 1), serial=SERIAL)
 def bounded(y, x, negative_slope, low, high, span_start, span_stop):
-    """y = max(x, negative_slope * x), at least low and at most high; y may be x.
-
-    x, y  (N,)  f32
-    """
+    """y = max(x, negative_slope * x), at least low and at most high; x, y (N,) f32; y may be x."""
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         v = load_part(x, i, num_left)
@@ -175,10 +155,7 @@ def gate_slope(use_gelu, dy, x, s):
 
 @parallel("out1, in1, in1", lambda x: (x.size, 1), serial=SERIAL)
 def silu_back(dx, dy, x, span_start, span_stop):
-    """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dy or x.
-
-    dx, dy, x  (N,)  f32
-    """
+    """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x); dx, dy, x (N,) f32; dx may be dy or x."""
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         v = load_part(x, i, left)
@@ -187,10 +164,7 @@ def silu_back(dx, dy, x, span_start, span_stop):
 
 @parallel("boolean, out1, in1, in1", lambda y: (y.size, 1), serial=SERIAL)
 def gated(use_gelu, y, gate, up, span_start, span_stop):
-    """y = silu(gate) * up, or gelu(gate) * up; y may be gate or up.
-
-    gate, up, y  (N,)  f32
-    """
+    """y = silu(gate) * up, or gelu(gate) * up if use_gelu; gate, up, y (N,) f32; y may be gate or up."""
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         v = load_part(gate, i, left)
@@ -222,7 +196,7 @@ def emit_mix(builder, z):
 
 @instruction(f32x16, i64, i64)
 def uniform(builder, key, index):
-    """Return uniform numbers index … index + 15 of a stream (see counter_rng.py); index is even."""
+    """Return uniform numbers index … index + 15 of the stream of `key` (see counter_rng.stream_key); index is even."""
     wide_type = ir.VectorType(I64, LANES // 2)
     first = spread(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide_type)
     counter = builder.add(first, ir.Constant(wide_type, list(range(LANES // 2))))

@@ -15,7 +15,7 @@ ROWS_PER_RUN = 64  # rows added in f32 before they go to the sum over all rows
 
 @kernel("f64(i64, i64, i64, boolean)")
 def span_sum(x, span_start, span_stop, use_squares):
-    """Return the sum of x[span_start:span_stop], x an address, or of its squares, in f64."""
+    """Return the sum of f32 span_start … span_stop - 1 at address x, or if use_squares of their squares, in f64."""
     run_sum = f64(0.0)
     for run_start in range(span_start, span_stop, VALUES_PER_RUN):
         lane_sums = splat(0.0)
@@ -28,7 +28,7 @@ def span_sum(x, span_start, span_stop, use_squares):
 
 @kernel("i64, in1, i64, boolean, i64")
 def reduce_part(parts_ptr, x, part_length, use_squares, t):
-    """Write part t of a sum as a pair of f32: the head and the rest of an f64."""
+    """Write part t (part_length values) of a sum, or sum of squares, to parts_ptr: two f32, head and rest of an f64."""
     part_sum = span_sum(
         address(x, 0), t * part_length, min(x.size, (t + 1) * part_length), use_squares
     )
@@ -38,11 +38,7 @@ def reduce_part(parts_ptr, x, part_length, use_squares, t):
 
 @kernel("out1, in1, boolean")
 def reduce_sum(y, x, use_squares):
-    """y = sum(x), or sum(x**2) if `use_squares`.
-
-    x  (N,)  f32
-    y  (1,)  f32
-    """
+    """y[0] = sum(x), or sum(x**2) if `use_squares`; x (N,) f32."""
     n = x.size
     if n <= SERIAL:
         y[0] = f32(span_sum(address(x, 0), 0, n, use_squares))
@@ -70,11 +66,7 @@ def sum_squares(y, x, acc):
 
 @parallel("out1, in2", lambda x: x.shape, serial=SERIAL)
 def sum_rows(y, x, row_start, row_stop):
-    """y[i] = sum(x[i]).
-
-    x  (N, C)  f32
-    y  (N,)    f32
-    """
+    """y[i] = sum(x[i]); x (N, C), y (N,) f32."""
     for row in range(row_start, row_stop):
         y[row] = f32(span_sum(address(x, row * x.shape[1]), 0, x.shape[1], False))
 
@@ -95,21 +87,14 @@ def columns_sum(y, x, start, stop):
 
 @kernel("out1, in2")
 def sum_cols(y, x):
-    """y[j] = sum(x[:, j]).
-
-    x  (N, C)  f32
-    y  (C,)    f32
-    """
+    """y[j] = sum(x[:, j]); x (N, C), y (C,) f32."""
     width = x.shape[1]
     spans(columns_sum, (y, x), width, COLUMNS if x.size > SERIAL else width)
 
 
 @parallel("out2, in2, boolean", lambda x: x.shape, serial=SERIAL)
 def running(y, x, reverse, row_start, row_stop):
-    """Write the running sums of each row of x, from its end if `reverse`; y may be x.
-
-    x, y  (N, C)  f32
-    """
+    """Write the running sums of each row of x, from its end if `reverse`; x, y (N, C) f32; y may be x."""
     width = x.shape[1]
     for row in range(row_start, row_stop):
         running_sum = f64(0.0)

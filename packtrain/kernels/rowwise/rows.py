@@ -42,9 +42,9 @@ def gather_rows(y, qtype, w, ids, row_start, row_stop):
 
 @kernel("i64(out2, i64, bytes2, ints1)")
 def get_rows(y, qtype, w, ids):
-    """y[i] = w[ids[i]] as f32, zeros where ids[i] < 0; `qtype` is ggml's type number.
+    """y[i] = w[ids[i]] as f32, zeros where ids[i] < 0; returns -1, or the first i with ids[i] >= V, and writes nothing.
 
-    w    (V, row bytes)  packed
+    w    (V, row bytes)  packed as type `qtype`, ggml's number
     ids  (N,)            i32
     y    (N, C)          f32
     """
@@ -83,7 +83,7 @@ def clear_all(y, span_start, span_stop):
 
 @kernel("i64(out2, in2, ints1, boolean)")
 def get_rows_back(dw, dy, ids, accumulate):
-    """dw[ids[i]] += dy[i] in the order of i; dw starts from zero unless `accumulate`.
+    """dw[ids[i]] += dy[i] in the order of i; dw starts from zero unless `accumulate`. Returns what get_rows returns.
 
     dy   (N, C)  f32
     ids  (N,)    i32
@@ -100,7 +100,7 @@ def get_rows_back(dw, dy, ids, accumulate):
 
 @kernel("i64(out2, in2, ints1)")
 def set_rows(w, x, ids):
-    """w[ids[i]] = x[i]; of equal indices the last wins.
+    """w[ids[i]] = x[i]; of equal indices the last wins. Returns what get_rows returns.
 
     x    (N, C)  f32
     ids  (N,)    i32
@@ -126,7 +126,7 @@ def pack_all(use_f16, w, x, ids, row_start, row_stop):
 
 @kernel("i64(boolean, out_bytes2, in2, ints1)")
 def pack_rows(use_f16, w, x, ids):
-    """w[ids[i]] = x[i] packed as f16 or Q8_0; indices are distinct.
+    """w[ids[i]] = x[i] packed as f16 if use_f16, else Q8_0; indices are distinct. Returns what get_rows returns.
 
     x    (N, C)          f32
     ids  (N,)            i32
@@ -146,11 +146,7 @@ def copy_all(y, x, span_start, span_stop):
 
 @kernel("i64(out2, in2, ints1)")
 def zero_rows(y, x, ids):
-    """y = x with rows ids[i] zero; y may be x.
-
-    x, y  (N, C)  f32
-    ids   (M,)    i32
-    """
+    """y = x with rows ids[i] zero; x, y (N, C) f32, ids (M,) i32; y may be x. Returns what get_rows returns."""
     n, width = x.shape
     invalid_index = first_invalid(ids, n)
     if invalid_index >= 0:

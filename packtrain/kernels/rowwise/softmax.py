@@ -23,10 +23,7 @@ def masked(x_ptr, mask_ptr, i, left, scale):
 
 @parallel("out2, in2", lambda x: x.shape, serial=SERIAL)
 def log_soft_max(y, x, row_start, row_stop):
-    """y = x - log-sum-exp(x) of each row; y may be x.
-
-    x, y  (N, C)  f32
-    """
+    """y = x - log-sum-exp(x) of each row; x, y (N, C) f32; y may be x."""
     width = x.shape[1]
     for row in range(row_start, row_stop):
         x_row = address(x, row * width)
@@ -83,10 +80,7 @@ def soft_max(y, x, mask, scale, row_start, row_stop):
 
 @parallel("out2, in2, in2, f32", lambda y: y.shape, serial=SERIAL)
 def soft_max_back(dx, dy, y, scale, row_start, row_stop):
-    """dx = scale * y * (dy - sum(dy * y)) of each row; dx may be dy or y.
-
-    dx, dy, y  (N, C)  f32
-    """
+    """dx = scale * y * (dy - sum(dy * y)) of each row; dx, dy, y (N, C) f32; dx may be dy or y."""
     width = y.shape[1]
     for row in range(row_start, row_stop):
         dot_sum = f64(0.0)

@@ -107,7 +107,7 @@ def adamw(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
 
 @part("i64, i64, in1, f32, i64")
 def unpack_codes(values, codes, levels, scale, is_signed):
-    """Write what a block of codes at an address stands for to 256 f32 at another."""
+    """Write levels[code] * scale, with a code's sign if is_signed, of 256 codes at an address to f32 at `values`."""
     for i in range(CODED_BLOCK):
         code = char_at(codes, i) if is_signed else byte_at(codes, i)
         level = levels[abs(code)] * scale
@@ -116,7 +116,7 @@ def unpack_codes(values, codes, levels, scale, is_signed):
 
 @part("i64, i64, f32, in1, bytes1, i64")
 def pack_codes(codes, values, scale, limits, starts, is_signed):
-    """Write the codes of 256 f32 at an address, the largest of which has the size `scale`: see adamw8bit.code_table."""
+    """Write codes of 256 f32 at `values`, then overwritten; `scale` is the largest size. See adamw8bit.code_table."""
     divisor = splat(scale if scale > 0 else f32(1.0))
     for i in range(0, CODED_BLOCK, LANES):
         store(values, i, load(values, i) / divisor)
@@ -200,10 +200,7 @@ def sgd(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
 
 @parallel("out1, in1, f32, f32", lambda g: (g.size, 1), serial=SERIAL)
 def momentum(b, g, momentum, gate, span_start, span_stop):
-    """b = momentum * b + gate * g, in place.
-
-    b, g  (N,)  f32
-    """
+    """b = momentum * b + gate * g, in place; b, g (N,) f32."""
     momentum_factor, factor = splat(momentum), splat(gate)
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
@@ -276,10 +273,7 @@ def dot_runs(a, b, n):
 
 @kernel("out1, in1, in1")
 def product(y, a, b):
-    """y[0] += a · b.
-
-    a, b  (N,)  f32
-    """
+    """y[0] += a · b; a, b (N,) f32."""
     y[0] = f32(y[0] + dot_runs(address(a, 0), address(b, 0), a.size))
 
 

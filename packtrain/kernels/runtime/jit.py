@@ -148,7 +148,7 @@ def call_entry(typingctx, entry_address, args_address):
 def run_all(rows, at, num_calls):
     """Run calls at … num_calls - 1, up to the first without an entry, or that fails; returns the next call's number.
 
-    rows  of each call its entry, 0 or MADE, and the address of its arguments
+    rows  of each call its entry (0: none), or DONE_BY_EARLIER_CALL, and the address of its arguments
     """
     while at < num_calls and rows[at, 0] != 0:
         if rows[at, 0] != DONE_BY_EARLIER_CALL and call_entry(rows[at, 0], rows[at, 1]) != 0:
@@ -159,7 +159,7 @@ def run_all(rows, at, num_calls):
 
 @part("i64(longs2, i64)")
 def tasks_of(every, step):
-    """Return how many tasks of `step` columns joined products have; column 1 of `every` is their N."""
+    """Return how many tasks of `step` columns joined products have, the rows of `every`: see packed.products."""
     num_tasks = i64(0)
     for i in range(len(every)):
         num_tasks += -(-every[i, 1] // step)
@@ -168,7 +168,7 @@ def tasks_of(every, step):
 
 @part("UniTuple(i64, 2)(longs2, i64, i64)")
 def part_of(every, step, task):
-    """Return the number of the joined product that a task belongs to, and the column where the task begins."""
+    """Return (row of `every`, first column) of the joined product to which a task belongs; see tasks_of."""
     product_index = i64(0)
     while task >= -(-every[product_index, 1] // step):
         task -= -(-every[product_index, 1] // step)

@@ -26,7 +26,7 @@ def add(to, source, num_values):
 
 @kernel("i64, i64, i64, i64, i64, i64")
 def sum_rows(y, x, num_rows, width, start, stop):
-    """y[start:stop] = the sums of these columns of x (num_rows, width), row after row."""
+    """y[start:stop] = the sums over rows of these columns of x (num_rows, width), in order; x and y are addresses."""
     for i in range(start, stop, LANES):
         lane_sums = splat(0.0)
         for row in range(num_rows):
@@ -51,13 +51,13 @@ def dot(a, b, num_values):
 
 @part("i64(ints1, i64, i64)")
 def is_start(seq, t, T):
-    """Return 1 for the first token of a row of the batch, or of a sequence within the row, else 0."""
+    """Return 1 if token t begins a row of the batch, T tokens long, or a sequence (seq may be empty), else 0."""
     return i64(1) if t % T == 0 or (seq.size > 0 and seq[t] != seq[t - 1]) else i64(0)
 
 
 @part("out4, ints1, ints1, i64")
 def load_states(states, sources, targets, h):
-    """Copy a head's states (P, N) from source cells to target cells; a negative source gives zeros."""
+    """Copy head h of states (S, H, P, N) from cells sources[r] to targets[r]; a source below 0 gives zeros."""
     _, H, p, n = states.shape
     for r in range(len(targets)):
         if targets[r] >= 0:

@@ -6,7 +6,7 @@ I32 = ir.IntType(32)
 
 
 def fold_lanes(builder, vector, combine):
-    """Fold all lanes of a vector to one value by halves: a fixed order on every machine."""
+    """Fold all lanes of a vector by combine(builder, a, b) to one value, by halves: a fixed order on every machine."""
     return builder.extract_element(fold_vectors(builder, [vector], combine), I32(0))
 
 

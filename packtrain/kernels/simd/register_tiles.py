@@ -29,7 +29,7 @@ def at(builder, base_pointer, row, stride, column):
 
 
 def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, depth, add):
-    """Emit c (height, width * 16) = a b, plus c where `add`, with the sums in registers."""
+    """Emit c (height, width * 16) = a b, plus c where `add`, with sums in registers; by_column: a lies by columns."""
     tile_cells = [(i, j) for i in range(height) for j in range(width)]
     c_ptrs = {(i, j): at(builder, c, I64(i), ldc, I64(j * LANES)) for i, j in tile_cells}
     sums = {tile_cell: cgutils.alloca_once_value(builder, ZERO) for tile_cell in tile_cells}
@@ -65,7 +65,7 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """Emit c (m, n) = a b, plus c where `add`: MAX_VECTORS vectors of columns at a time, then one or a part of one."""
+    """Emit c (m, n) = a b, plus c where `add`, in tiles up to MAX_VECTORS wide; by_column: a is stored by columns."""
     wide = builder.and_(n, I64(-MAX_VECTORS * LANES))
     for col_start, col_stop, num_vectors in ((I64(0), wide, MAX_VECTORS), (wide, n, 1)):
         column_step = I64(num_vectors * LANES)
@@ -152,19 +152,19 @@ transpose_call = shared_function("packtrain_turn", emit_transpose, "piiipiii")
 
 @kernel(PRODUCT_SIGNATURE)
 def rows_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """c (m, n) = a (m, depth) @ b (depth, n), plus c where `add`; rows are ldc, lda and ldb f32 apart."""
+    """c (m, n) = a (m, depth) @ b (depth, n) at addresses, plus c where `add`; rows are ldc, lda and ldb f32 apart."""
     product_by_rows(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 
 @kernel(PRODUCT_SIGNATURE)
 def columns_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """c (m, n) = a @ b, plus c where `add`, with a stored by columns: a[i, k] at a + k * lda + i."""
+    """c (m, n) = a @ b at addresses, plus c where `add`, with a stored by columns: a[i, k] at a + k * lda + i."""
     product_by_columns(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 
 @kernel(TRANSPOSE_SIGNATURE)
 def transpose_tile(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
-    """y = x transposed, 16 x 16: writes only y_rows x y_columns; x counts as 0 outside x_rows x x_columns."""
+    """y = x.T, 16 x 16, at addresses: writes only y_rows x y_columns; x counts as 0 outside x_rows x x_columns."""
     transpose_call(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 

@@ -253,37 +253,37 @@ load = memory_instruction(f32x16)(read_masked)  # elements i … i + 15
 
 @memory_instruction(f32x16, i64)
 def load_part(builder, pointer, left):
-    """Return elements i … i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
+    """load_part(x, i, left) gives elements i … i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
     return branch_on_full(builder, left, lambda mask: read_masked(builder, pointer, mask))
 
 
 @memory_instruction(void, f32x16)
 def store(builder, pointer, v):
-    """Write v to elements i … i + 15."""
+    """store(x, i, v) writes v to elements i … i + 15 of x, an array or address."""
     write_masked(builder, v, pointer)
 
 
 @memory_instruction(void, f32x16, i64)
 def store_part(builder, pointer, v, left):
-    """Write v to elements i … i + min(left, 16) - 1."""
+    """store_part(x, i, v, left) writes v to elements i … i + min(left, 16) - 1 of x."""
     branch_on_full(builder, left, lambda mask: write_masked(builder, v, pointer, mask))
 
 
 @memory_instruction(i64)
 def address(builder, pointer):
-    """Return the address (int64) of element i of an f32 array; the caller keeps the array alive."""
+    """address(x, i) is the address (int64) of element i of an f32 array or address; the array must stay alive."""
     return builder.ptrtoint(pointer, I64)
 
 
 @memory_instruction(f32, pointee=F32)
 def peek(builder, pointer):
-    """Return element i."""
+    """peek(x, i) is element i of x, an f32 array or an address."""
     return builder.load(pointer)
 
 
 @memory_instruction(void, f32, pointee=F32)
 def poke(builder, pointer, value):
-    """Write element i."""
+    """poke(x, i, value) writes element i of x, an f32 array or an address."""
     builder.store(value, pointer)
 
 

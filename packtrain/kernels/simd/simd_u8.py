@@ -76,7 +76,7 @@ def twice_of_four(builder, address):
 
 @instruction(codes64, i64)
 def eight_times(builder, address):
-    """Read eight bytes and repeat them eight times."""
+    """Read eight bytes at an address and repeat them eight times."""
     return builder.bitcast(spread(builder, read(builder, I64, address), EIGHTS), CODES)
 
 
@@ -147,7 +147,7 @@ def codes_where(builder, bits, code):
 
 @instruction(codes64, codes64, i64, i64)
 def look_up(builder, codes, low_word, high_word):
-    """Replace each code below 16 by the byte with that number in two words."""
+    """Replace each code below 16 by that byte of a table: bytes 0 to 7 are in low_word, 8 to 15 in high_word."""
     table = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
     for place, table_word in enumerate((low_word, high_word)):
         table = builder.insert_element(table, table_word, I32(place))
@@ -195,7 +195,7 @@ def words_of_blocks(builder, address, first_byte, nbytes, num_words):
 
 @blocks_intrinsic(codes64)
 def sixteens(builder, address, first_byte, nbytes):
-    """Read sixteen bytes of each of four blocks; nothing beyond them is read."""
+    """Read sixteen bytes from first_byte on of each of four blocks of `nbytes` bytes; nothing beyond them is read."""
     if VNNI and nbytes <= COUNT // 2:
         block_words = words_of_blocks(builder, address, first_byte, nbytes, 8)
         return builder.bitcast(block_words, CODES)
@@ -207,7 +207,7 @@ def sixteens(builder, address, first_byte, nbytes):
 
 @blocks_intrinsic(f32x16)
 def halves(builder, address, first_byte, nbytes):
-    """Read an f16 of each of four blocks into the first lanes; zeros in the others."""
+    """Read the f16 at first_byte of each of four blocks of `nbytes` bytes into the first lanes; others are 0."""
     if VNNI:
         block_words = words_of_blocks(builder, address, first_byte, nbytes, 1)
         values = builder.bitcast(block_words, ir.VectorType(HALF, 4))

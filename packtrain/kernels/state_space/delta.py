@@ -25,7 +25,7 @@ def head_group(h, H, G, tiled):
 
 @part("f32(i64, i64, f32)")
 def inverse(x_ptr, n, eps):
-    """Return 1 over the length of a vector."""
+    """Return 1 / sqrt(sum of squares + eps) of n f32 at address x_ptr."""
     return f32(1.0 / math.sqrt(dot(x_ptr, x_ptr, n) + f64(eps)))
 
 
@@ -36,7 +36,7 @@ def decay_factor(decay):
 
 @part("f32(i64, i64, f32, f32, f32, f32, i64)")
 def error(state_row, k, k_scale, value, decay, beta, n):
-    """Return by how much the decayed row of the state, read at key k, falls short of `value`."""
+    """Return value - decay * k_scale * (state_row k), n f32 at addresses: what the decayed state lacks at the key."""
     lane_sums = splat(0.0)
     for j in range(0, n, LANES):
         lane_sums = fma(load_part(state_row, j, n - j), load_part(k, j, n - j), lane_sums)
@@ -45,7 +45,7 @@ def error(state_row, k, k_scale, value, decay, beta, n):
 
 @kernel("i64, i64, i64, i64, i64, f32, f32, f32, i64, i64")
 def advance(y, s, v, q, k, decay, beta, eps, p, n):
-    """Apply the gated delta rule to one token: update a head's state s (p, n) and write y; y, v (p,), q, k (n,)."""
+    """Update a head's state s (p, n) by a token and write y (p,), by addresses, as v (p,), q and k (n,), unscaled."""
     q_scale, k_scale = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
     for i in range(p):
         state_row, dot_sums = address(s, i * n), splat(0.0)
@@ -64,8 +64,8 @@ def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
 
     y            (N, H P)  f32, N a multiple of `T`
     states       (rows of the batch * H, P, N)  f32, scratch
-    x            (N, W)    f32
-    decay, beta  (N, H)    f32
+    x            (N, W)    f32: queries and keys of the G groups, values of the H heads
+    decay, beta  (N, H)    f32; the state decays by exp(decay)
     seq          (N,)      i32, or empty
     tiled        whether heads of a group are G apart, not together
     """
@@ -86,7 +86,7 @@ def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
 
 @kernel("f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64)")
 def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta, p, n):
-    """Advance the state by one token, write errors (p,), add the gradient of q's direction to dq (n,); returns dy y."""
+    """Advance the state (p, n) by a token, write errors (p,), add to dq (n,) q's gradient; returns dy y."""
     score, scale = f64(0.0), f32(1.0 / math.sqrt(f64(n)))
     for i in range(p):
         row, dot_sums, dy_lanes = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
@@ -132,7 +132,7 @@ def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, b
 def earlier(dk, row_grads, state, x, decay, beta, seq, t, place):
     """dk (n,) -= beta row_grads^T S; the state S before token t is the chunk's first one plus what the chunk has added.
 
-    k_at, k_scales, errors  where in a row of x the key is, and addresses of scales and errors of the row of the batch
+    place = T, k_at (where in a row of x the key is), addresses of k_scales and errors of the row of the batch, h, p, n
     """
     T, k_at, k_scales, errors, h, p, n = place
     first_token, decay_scale = t // T * T, -beta[t, h] * decay_factor(decay[t, h])
@@ -150,7 +150,7 @@ def earlier(dk, row_grads, state, x, decay, beta, seq, t, place):
 
 @part("i64, i64, f32, i64")
 def normalize_back(dx, x, inverse_norm, n):
-    """Turn dx (n,), the gradient of x / |x|, into the gradient of x; `inverse_norm` is 1 / |x|."""
+    """Turn dx (n,), at an address, from the gradient of x / |x| into that of x; `inverse_norm` is 1 / |x|."""
     projection = f32(dot(dx, x, n) * f64(inverse_norm) * f64(inverse_norm))
     add_scaled(dx, x, -projection, n)
     for j in range(0, n, LANES):
@@ -159,7 +159,7 @@ def normalize_back(dx, x, inverse_norm, n):
 
 @kernel("out2, i64, i64, i64, in2, in2, in2, in2, ints1, head_type")
 def forward_head(dx, states, errors, stats, dy, x, decay, beta, seq, head):
-    """Run a head forward: write errors (T, p) and states before chunks, add to dx of queries; stats[2] gets dy y."""
+    """Run a head (see head_type) forward: write errors, states before chunks, add to queries' dx; stats[2] = dy y."""
     T, batch, q_at, k_at, v_at, h, p, n = head
     H, width, state_size, first_token = beta.shape[1], x.shape[1], p * n, batch * T
     state = address(states, -(-T // CHUNK) * state_size)
@@ -179,7 +179,7 @@ def forward_head(dx, states, errors, stats, dy, x, decay, beta, seq, head):
 
 @kernel("out2, out2, out2, i64, i64, i64, in2, in2, in2, in2, ints1, head_type")
 def backward_head(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, head):
-    """Write the gradients of a head's keys, values, betas and decays; a decay's is the state times its gradient."""
+    """Write the gradients of keys, values, betas and decays of a head (see head_type), from what forward_head wrote."""
     T, batch, q_at, k_at, v_at, h, p, n = head
     H, width, state_size, first, decay_slope = beta.shape[1], x.shape[1], p * n, batch * T, f64(0.0)
     slope, missing = address(states, -(-T // CHUNK) * state_size), address(errors, T * p)

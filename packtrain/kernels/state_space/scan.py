@@ -19,7 +19,7 @@ CHANNELS = 64  # channels of a task of convolutions
 
 @kernel("i64, i64, i64, i64, i64, f32, f32, f32, i64, i64")
 def advance(y, s, x, b, c, delta, a, skip, p, n):
-    """Advance a head's state s (p, n) by one token and write y; addresses of y and x (p,), of b and c (n,)."""
+    """Advance a head's state s (p, n) by a token and write y; addresses of y and x (p,), s, B and C (n,) go first."""
     decay = splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
         value = peek(x, i)
@@ -34,7 +34,7 @@ def advance(y, s, x, b, c, delta, a, skip, p, n):
 
 @kernel("out2, out3, in2, in2, in1, in1, ints1, i64, i64, i64")
 def head_task(y, states, x, delta, a, skip, seq, T, G, task):
-    """Run one head of one row of the batch through its tokens."""
+    """Run head task % H of batch row task // H through its tokens; other arguments are scan's."""
     H, (_, p, n) = len(a), states.shape
     batch, h = task // H, task % H
     group, state = h // (H // G), address(states, task * p * n)
@@ -55,7 +55,7 @@ def scan(y, states, x, delta, a, skip, seq, T, G):
 
     y        (N, H P)  f32, N a multiple of `T`
     states   (rows of the batch * H, P, N)  f32, scratch
-    x        (N, W)    f32
+    x        (N, W)    f32: inputs of the H heads, then B and C of the G groups
     delta    (N, H)    f32
     a, skip  (H,)      f32
     seq      (N,)      i32, or empty
@@ -68,7 +68,7 @@ def scan(y, states, x, delta, a, skip, seq, T, G):
 
 @kernel("i64, i64, i64, i64, f32, f32, i64, i64")
 def forward(state, dc_row, dy, x, delta, decay, p, n):
-    """Advance a head's state by one token; dc_row (n,), which has b, becomes the sum over p of dy S."""
+    """Advance a head's state by one token; dc_row (n,) has B at first, then the sum over p of dy S. Addresses first."""
     for k in range(0, n, LANES):
         left = n - k
         b, dot_sums = load_part(dc_row, k, left), splat(0.0)
@@ -100,7 +100,7 @@ def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
 
 @kernel("out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ints1, i64, i64, i64")
 def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
-    """Compute the gradients of the heads of a group that belong to this task, one after the other."""
+    """Compute gradients of a share of a group's heads: `task` counts shares, then groups, then rows of the batch."""
     H, (_, p, n) = len(a), states.shape
     group_heads = H // G
     num_shares = min(group_heads, SHARES)
@@ -142,7 +142,7 @@ def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq,
 
 @kernel("out2, out4, i64, i64, i64, i64")
 def sum_group_grads(dx, bc_grads, width, G, num_shares, token):
-    """Write B's and C's gradients of a token: the sums of all tasks."""
+    """Write gradients of a token's B and C to dx, from column `width` on: of each group the sum of num_shares."""
     _, _, T, n = bc_grads.shape
     batch, t = token // T, token % T
     for is_c in range(2):

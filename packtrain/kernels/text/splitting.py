@@ -60,7 +60,7 @@ def equal_bytes(a, i, b, j, num_bytes):
 
 @kernel("i64(bytes1, i64, bytes1, out_bytes1)")
 def classify(raw, byte_index, classes, class_out):
-    """Write the class of each byte from `byte_index` on; returns where a character has no class yet, or the length."""
+    """Write classes[code point] of characters from byte_index on; returns where one has no class, or the length."""
     while byte_index < len(raw):
         code_point = code_point_at(raw, byte_index)
         char_class = classes[code_point]
@@ -78,7 +78,9 @@ def classify(raw, byte_index, classes, class_out):
 def split(symbols, transitions, first_state, part_ends, count, word_ends):
     """Divide each part into the words that an automaton finds and the gaps between them; returns how many there are.
 
-    transitions[state, class]  the next state times 2, plus MATCHED_FLAG if a word ends before this character
+    symbols                      class of each byte, as classify writes it
+    part_ends, word_ends         byte offsets of the ends of `count` parts, and of words and gaps: the result
+    transitions[state, class]    the next state times 2, plus MATCHED_FLAG if a word ends before this character
     """
     word_start, num_words = 0, 0
     for part_index in range(count):
@@ -113,9 +115,11 @@ def split(symbols, transitions, first_state, part_ends, count, word_ends):
 
 @kernel("i64(bytes1, bytes1, boolean, out_ints1, i64, out_ints1)")
 def threes(symbols, is_in_run, after, part_ends, count, new_ends):
-    """Divide runs of characters of the classes `is_in_run` into threes from their end; returns how many parts result.
+    """Divide runs of characters whose class `is_in_run` into threes from their end; returns how many parts result.
 
-    after  whether a run stays with what is before it and its end is cut; else a cut is before each three
+    symbols              class of each byte, as classify writes it
+    part_ends, new_ends  byte offsets of the ends of `count` parts, and of the parts that result
+    after                whether a run stays with what is before it and its end is cut; else a cut is before each three
     """
     part_begin, num_ends = 0, 0
     for part_index in range(count):
@@ -148,7 +152,7 @@ def threes(symbols, is_in_run, after, part_ends, count, new_ends):
 
 @kernel("i64(bytes1, out_longs1, out_ints1, i64, out_ints1)")
 def cut(raw, join_table, part_ends, count, new_ends):
-    """Divide each part between characters that no token has side by side; returns how many parts result."""
+    """Divide parts (part_ends gives new_ends) between characters that no token (join_table) joins; returns how many."""
     byte_index, num_ends, mask = 0, 0, len(join_table) - 1
     for part_index in range(count):
         part_stop = i64(part_ends[part_index])

@@ -172,7 +172,7 @@ def split_word(raw, start, stop, vocabulary, by_char, room):
 
 @part("i64(bytes1, i64, i64, out_ints1, i64, out_ints1, i64)", forceinline=False)
 def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
-    """Write the tokens of a character's bytes (U+2581 for a space), or `unknown`; returns the new count, or NONE."""
+    """Append tokens of a character's bytes (U+2581 for a space) to ids, or `unknown`; returns the count, or NONE."""
     first_id = num_ids
     for i in range(start, stop):
         num_bytes = 3 if raw[i] == 0x20 else 1
@@ -190,7 +190,7 @@ def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
 
 @kernel("i64(bytes1, i64, i64, vocabulary_type, i64, i64, boolean, rooms, out_ints1, i64)")
 def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buffers, ids, num_ids):
-    """Merge a word and write its ids; returns the new number of ids, or NONE if the word has none."""
+    """Merge word raw[start:stop] and append its tokens to ids; returns the new num_ids, or NONE if it has none."""
     strings, _, token_order, singles = vocabulary
     room, has_scores = buffers[0], len(token_order) > 0
     num_parts = split_word(raw, start, stop, vocabulary, by_char, room)
@@ -218,7 +218,7 @@ def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buff
 
 @part("bytes1, i64, i64, out_ints1, i64, i64, out_bytes2, out_ints2, i64", forceinline=False)
 def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_words, slot):
-    """Write a word and its ids to a slot of the cache if they fit."""
+    """Write word raw[start:stop] and its tokens ids[first_id:num_ids] to a slot of the cache if they fit."""
     if stop - start <= cached_text.shape[1] and num_ids - first_id <= cached_words.shape[1] - IDS:
         cached_words[slot, LENGTH], cached_words[slot, COUNT] = stop - start, num_ids - first_id
         for k in range(stop - start):
@@ -238,7 +238,7 @@ def encode(
     """Encode all words and count the ids up to each part's end in `part_totals`; returns NONE if a word has none.
 
     look_up_mode  WORDS or LINES that are one of the strings become that token, whatever the merges
-    by_char       what merges are characters, not bytes
+    by_char       what merges are characters, not bytes; tokens: their number; unknown: token of what has none, or NONE
     """
     start, num_ids, part_index, mask = i64(0), i64(0), 0, len(cached_words) - 1
     for n in range(num_words):

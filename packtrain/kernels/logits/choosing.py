@@ -123,7 +123,7 @@ def sort_candidates(ids, top_values, row, candidate_ptr, index_ptr, num_candidat
 
 @kernel("boolean(out_ints2, out2, in2, i64)")
 def find_candidates_fast(ids, top_values, x, row):
-    """Find the k largest of a long row, of which k parts reach a threshold, so that few other values need be looked at.
+    """Write the k largest of a long row, k parts of which reach a threshold, so that few other values are looked at.
 
     Returns False, and writes nothing, if the row is short or too many values are as large.
     """
@@ -183,7 +183,7 @@ def candidates(ids, top_values, x, row_start, row_stop):
 
 @kernel("u64(u64, u64)")
 def multiply_high(a, b):
-    """Return the upper half of a product of 128 bits."""
+    """Return the upper 64 of the 128 bits of a * b."""
     a0, a1, b0, b1 = a & LOW_WORD, a >> WORD_BITS, b & LOW_WORD, b >> WORD_BITS
     middle = a1 * b0 + ((a0 * b0) >> WORD_BITS)
     carry_word = a0 * b1 + (middle & LOW_WORD)

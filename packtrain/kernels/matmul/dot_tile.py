@@ -60,7 +60,7 @@ def codes_per_group(dtype):
 
 
 def needs_split_sums(dtype, planes):
-    """Return whether sums of products overflow 32 bits, so that those with the last plane are summed apart."""
+    """Return whether sums with integers of `planes` planes overflow 32 bits, so that the last is summed apart."""
     num_products = width_of(dtype) // LANES
     return planes > 1 and num_products * dtype.code["codes"].max_code * MAX_INTEGER >= 1 << 31
 

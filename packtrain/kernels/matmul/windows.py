@@ -55,7 +55,7 @@ def unfold(y, x, num_images, channels, sizes, line_start, line_stop):
     block=VALUES_PER_TASK,
 )
 def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
-    """Add each value of dy to the place in dx that `unfold` read it from: the adjoint of unfold.
+    """Add each value of dy to the place in dx that `unfold` (with equal sizes) read it from: the adjoint of unfold.
 
     dx  (N C H W,)           f32
     dy  (N OH OW C KH KW,)   f32

@@ -60,7 +60,7 @@ def gradient_dot(dy, x, w, width):
 
 @kernel("out2, out2, in2, in2, in1, in2, f32, i64")
 def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
-    """Write dx of 64 rows, and to partial[block] the sum of dy * x / rms over them.
+    """Write dx of 64 rows, from 64 block on, and sums of dy * x / rms over them to partial[block]: see rms_norm_back.
 
     All of a row's inputs are read before its dx is written, lane by lane, so that dx may be an input.
     """

@@ -217,7 +217,7 @@ def momentum(b, g, momentum, gate, span_start, span_stop):
 def momentum8bit(
     value, g, b, b_scale, momentum, gate, levels, limits, starts, first_block, last_block
 ):
-    """Update a momentum in 8 bits: see optim.muon8bit.
+    """Update a momentum in 8 bits, and write it as f32 to `value`: see optim.muon8bit, also for the tables.
 
     value, g     (N,)       f32
     b            (B * 256,) codes of N values
@@ -279,7 +279,7 @@ def product(y, a, b):
 
 @each_task("out1, in1, in2, in2", lambda z, g: (z.size, g.size), serial=SERIAL)
 def products(z, g, s, y, product_index):
-    """z[i, j] += u_i · v_j, where u is g, s[0] …, y[0] …, and v is g, y[0] ….
+    """z[i, j] += u_i · v_j, where u is g, s[0] …, y[0] …, and v is g, y[0] …; one task for each element of z.
 
     z     ((2 M + 1) (M + 1),)  f32
     g     (N,)    f32

@@ -73,7 +73,7 @@ def ensure_compiled(dispatcher):
 
 
 def emit_part(context, builder, dispatcher, signature, args):
-    """Emit a call of a part, which raises nothing; returns its value."""
+    """Emit a call of a part, numba's dispatcher, which raises nothing, with LLVM values; returns its value."""
     ensure_compiled(dispatcher)
     (overload,) = dispatcher.overloads.values()
     context.add_linking_libs((overload.library,))
@@ -109,7 +109,7 @@ def with_symbol(dispatcher):
 
 
 def call(context, builder, function, args):
-    """Emit a call of a kernel; its exceptions are lost."""
+    """Emit a call of a kernel, numba's dispatcher, with LLVM values; its result and exceptions are lost."""
     outside = function.outside
     callee = context.declare_function(builder.module, outside)
     context.call_conv.call_function(builder, callee, outside.restype, outside.argtypes, args)
@@ -135,7 +135,7 @@ DONE_BY_EARLIER_CALL = 1  # instead of an entry: an earlier call does the work o
 
 @intrinsic
 def call_entry(typingctx, entry_address, args_address):
-    """Call a kernel by its entry, which `machine_code.entry_code` compiled; returns 0 if all is well."""
+    """Call a kernel by its entry (an address; see machine_code.entry_code, arg_words); returns 0 if all is well."""
 
     def codegen(context, builder, sig, args):
         function_type = ir.FunctionType(I64, [I64])
@@ -224,7 +224,7 @@ def span_args(builder, task_values, task_index):
 
 @intrinsic
 def each(typingctx, function, task_args, num_tasks):
-    """Call function(*task_args, number) on the threads, for each number below `num_tasks`."""
+    """Call function(*task_args, number), a kernel, on the threads for each number below num_tasks; results are lost."""
     return void(function, task_args, i64), launch_codegen(index_args)
 
 

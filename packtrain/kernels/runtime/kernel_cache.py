@@ -107,7 +107,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 @cache
 def role_source(source: str, role: str) -> str:
-    """Return the source in dtypes/ that some roles depend on: all but functions that only other roles use."""
+    """Return what `role`, names of roles by spaces, needs of a source of dtypes/: no functions that only others use."""
     nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     role_functions = [f for f in functions if not decorator_names(f).isdisjoint(role.split())]

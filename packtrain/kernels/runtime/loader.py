@@ -237,7 +237,7 @@ class ModuleCompiler:
             self.state_changed.notify_all()
 
     def _work(self, lasting: bool) -> None:
-        """Give modules to one child, or each to a new child: the life of a thread."""
+        """Give modules to one child if `lasting`, else, or if one is large, each to its own: the life of a thread."""
         with tempfile.TemporaryFile("w+") as error_file:
             try:
                 module_name = self._take_module()

@@ -68,7 +68,7 @@ class DamagedCacheError(Exception):
 
 
 def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> str:
-    """Write a module's kernels, which of them are attributes, and its constants to `folder`; returns the checksum."""
+    """Write a module's kernels (dispatchers), which of them are attributes, and constants; returns the checksum."""
     symbols = {
         id(dispatcher): dispatcher.outside.mangled_name for dispatcher in compiled_dispatchers
     }
@@ -229,7 +229,7 @@ def load_entries(object_code: bytes, kernels: Sequence[CompiledKernel]) -> None:
 
 
 def arg_words(kernel: CompiledKernel, args: Sequence[Any]) -> list[int]:
-    """Return arguments as the words of memory that an entry reads."""
+    """Return the 64-bit words that an entry reads as these arguments: of arrays sizes, address, shape and strides."""
     entry_words = list[int]()
     for arg_type, value in zip(kernel.arg_types, args, strict=True):
         if isinstance(arg_type, ArrayArgType):

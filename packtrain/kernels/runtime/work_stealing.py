@@ -113,7 +113,7 @@ def nanoseconds(thread_slot):
 
 @njit(void(i64, i64), **INLINE_OPTIONS)
 def run_tasks(first_thread, num_threads):
-    """Run the tasks of thread `first_thread`, then those that other threads have not begun."""
+    """Run the tasks left to thread `first_thread` of num_threads, then those that other threads have not begun."""
     for thread_step in range(num_threads):
         thread_slot = THREAD_WORDS + (first_thread + thread_step) % num_threads * SIZE
         while load_word(thread_slot + NEXT) < load_word(thread_slot + END):
@@ -170,7 +170,11 @@ def serve(thread_index):
 
 
 def run_region(task, task_args, num_tasks):
-    """Run tasks 0 … num_tasks - 1 on the threads; here alone if the pool is busy or one thread suffices."""
+    """Run tasks 0 … num_tasks - 1 on the threads; here alone if the pool is busy or one thread suffices.
+
+    task       address of a function (task_args, number) that jit.emit_task made
+    task_args  address of what this function passes on
+    """
     num_workers = min(threads(), load_word(NUM_STARTED) + 1, num_tasks)
     if num_workers <= 1 or swap_word(IS_BUSY, 1) == 1:
         for task_index in range(num_tasks):

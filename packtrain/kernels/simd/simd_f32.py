@@ -303,7 +303,7 @@ largest = fold_intrinsic(emit_max)
 
 @intrinsic(prefer_literal=True)
 def scratch(typingctx, num_values):
-    """Return the address of `num_values` (a literal) f32 on the caller's stack, 64-byte aligned."""
+    """scratch(num_values), a literal, is the address of that many f32 on the caller's stack, 64-byte aligned."""
     if not isinstance(num_values, types.IntegerLiteral):
         raise errors.TypingError("scratch takes a literal size")
 

@@ -70,7 +70,7 @@ EIGHTS, WORD_VECTOR = ir.VectorType(I64, 8), ir.VectorType(I32, LANES)
 
 @instruction(codes64, i64)
 def twice_of_four(builder, address):
-    """Read eight bytes, each twice, from each of four places 32 bytes apart; nothing beyond is read."""
+    """Read eight bytes, each eight twice, from `address` and 32, 64, 96 bytes behind it; nothing beyond is read."""
     return gather_words(builder, EIGHTS, [0, 0, 4, 4, 11, 11, 15, 15], address, 40)
 
 
@@ -139,7 +139,7 @@ reorder_by_4 = reorder_intrinsic(WORD_VECTOR, 1, 4)
 
 @instruction(codes64, i64, i64)
 def codes_where(builder, bits, code):
-    """Return `code` where a bit is set, elsewhere 0."""
+    """Return 64 codes: `code` where a bit of `bits` is set, elsewhere 0."""
     mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), COUNT))
     code_lanes = spread(builder, builder.trunc(code, I8), CODES)
     return builder.select(mask, code_lanes, ir.Constant(CODES, [0] * COUNT))

@@ -45,7 +45,10 @@ def error(state_row, k, k_scale, value, decay, beta, n):
 
 @kernel("i64, i64, i64, i64, i64, f32, f32, f32, i64, i64")
 def advance(y, s, v, q, k, decay, beta, eps, p, n):
-    """Update a head's state s (p, n) by a token and write y (p,), by addresses, as v (p,), q and k (n,), unscaled."""
+    """Advance a head by a token: s = decay s, s += beta (v - s k) k^T, y = s q / sqrt(n); q and k made unit vectors.
+
+    Its state s (p, n), y and v (p,), and q and k (n,) are f32 at addresses; eps is added to the squared lengths.
+    """
     q_scale, k_scale = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
     for i in range(p):
         state_row, dot_sums = address(s, i * n), splat(0.0)
@@ -107,7 +110,8 @@ def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta,
 def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, beta, p, n):
     """Turn the gradient (p, n) of the state after a token into that of the state before the token.
 
-    row_grads (p,) gets the gradient of what the token added along k; dk (n,) += the gradient of that direction.
+    row_grads (p,) gets the gradient of what the token added along k; dk (n,) += the gradient of k's direction. Arrays
+    are f32 at addresses, errors (p,) from forward_token; q_scale and k_scale are 1 over the lengths of q and k.
     """
     scale = q_scale / f32(math.sqrt(f64(n)))
     for i in range(p):
@@ -249,7 +253,7 @@ def delta_back(
     "out2, out4, in2, in2, in2, ints1, ints1, ints1, i64, i64, f32", lambda states: states.shape[1]
 )
 def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps, h):
-    """Compute delta for tokens of several sequences in turn, from states in cells to cells; see scan_cells."""
+    """Compute delta for tokens of several sequences in turn, from states in cells to cells, as scan_cells."""
     _, H, p, n = states.shape
     group = head_group(h, H, G, tiled)
     load_states(states, sources, targets, h)

@@ -19,7 +19,10 @@ CHANNELS = 64  # channels of a task of convolutions
 
 @kernel("i64, i64, i64, i64, i64, f32, f32, f32, i64, i64")
 def advance(y, s, x, b, c, delta, a, skip, p, n):
-    """Advance a head's state s (p, n) by a token and write y; addresses of y and x (p,), s, B and C (n,) go first."""
+    """Advance a head by a token: s = exp(delta a) s + delta x b^T, y = s c + skip x.
+
+    Its state s (p, n), x and y (p,), and b and c (n,) are f32 at addresses.
+    """
     decay = splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
         value = peek(x, i)
@@ -84,7 +87,10 @@ def forward(state, dc_row, dy, x, delta, decay, p, n):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, f32, i64, i64")
 def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
-    """Step the state's gradient back: decay state_grad + dy c; writes dx = state_grad b and db_row = x state_grad."""
+    """Step the state's gradient back: decay state_grad + dy c; writes dx = state_grad b and db_row = x state_grad.
+
+    state_grad (p, n), dx, dy and x (p,), db_row, b and c (n,) are f32 at addresses.
+    """
     fill(db_row, n, f32(0.0))
     for i in range(p):
         row, dot_sums = address(state_grad, i * n), splat(0.0)

@@ -187,9 +187,9 @@ def fill_joins(pair_keys, join_table):
 
 @kernel("bytes1, bytes1, out_ints1, out_ints1, out_ints1, out_bytes1")
 def spot(raw, names_text, name_starts, pair_heads, name_ids, is_present):
-    """Mark the names, of two bytes at least, that occur in a text, by number.
+    """Set is_present[number] of those names of a string table, two bytes long at least, that occur in `raw`.
 
-    name_ids from pair_heads[pair] up to pair_heads[pair + 1] begin with a pair of bytes
+    name_ids from pair_heads[pair] up to pair_heads[pair + 1] are names that begin with a pair of bytes
     """
     for i in range(len(raw) - 1):
         pair_key = i64(raw[i]) << 8 | raw[i + 1]

@@ -24,7 +24,7 @@ LOOK_UP_WORDS, LINES = 1, 2  # words, or only those after a newline, are looked 
 
 @kernel("bytes1, out_ints1, out_ints1")
 def fill_strings(joined_text, string_starts, slots):
-    """Enter all strings that are not empty into the hash table `slots`; they must differ."""
+    """Enter n of each joined_text[string_starts[n] : string_starts[n + 1]] that is not empty; strings must differ."""
     mask = len(slots) - 1
     for n in range(len(string_starts) - 1):
         if string_starts[n] < string_starts[n + 1]:
@@ -36,7 +36,7 @@ def fill_strings(joined_text, string_starts, slots):
 
 @kernel("out_ints1, out_ints1, out_ints1, kernel_types.out_longs2")
 def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
-    """Enter merges in their order: row (pair, order << 32 | merged id); of equal pairs the first counts."""
+    """Enter merge n in a hash table: (left id << 32 | right id, n << 32 | merged id); of equal pairs the first."""
     mask = len(pair_table) - 1
     for n in range(len(left_ids)):
         pair_key = i64(left_ids[n]) << 32 | i64(right_ids[n])
@@ -50,7 +50,7 @@ def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
 
 @part("i64(bytes1, i64, i64, table)", forceinline=False)
 def find_string(raw, start, stop, strings):
-    """Return the number of raw[start:stop] in a string table, or NONE."""
+    """Return the number of raw[start:stop] in a string table (text, starts, slots: see fill_strings), or NONE."""
     text, starts, slots = strings
     mask, count = len(slots) - 1, stop - start
     slot = hash_bytes(raw, start, stop) & mask
@@ -109,7 +109,7 @@ def pop_heap(heap, heap_size):
 
 @part("i64(i64, bytes1, vocabulary_type, out_ints2)", forceinline=False)
 def pair_price(i, raw, vocabulary, room):
-    """Return order << 32 | merged id of part i and the next part, or NONE if they do not merge."""
+    """Return order << 32 | merged id of parts i and the next, columns of `room`, or NONE if they do not merge."""
     strings, pair_table, token_order, _ = vocabulary
     j = room[NEXT_PART, i]
     if len(token_order) == 0:
@@ -120,7 +120,7 @@ def pair_price(i, raw, vocabulary, room):
 
 @kernel("i64, bytes1, vocabulary_type, rooms")
 def merge_parts(count, raw, vocabulary, buffers):
-    """Join adjacent parts of a word, lowest order first (leftmost of equals), until no pair merges.
+    """Join adjacent parts, `count` in buffers[0], lowest order first (leftmost of equals), until no pair merges.
 
     A heap entry, order << 32 | part, is stale if the pair that begins at the part now has another order.
     """
@@ -155,7 +155,7 @@ def merge_parts(count, raw, vocabulary, buffers):
 
 @part("i64(bytes1, i64, i64, vocabulary_type, boolean, out_ints2)", forceinline=False)
 def split_word(raw, start, stop, vocabulary, by_char, room):
-    """Write a word's parts to `room`: bytes, or characters, which have a number if pairs merge; returns how many."""
+    """Write raw[start:stop]'s parts to room: bytes or (by_char) characters, ids if pairs merge; returns how many."""
     strings, _, token_order, singles = vocabulary
     num_parts, at = 0, start
     while at < stop:

@@ -115,7 +115,10 @@ def fit_points(
     levels: int, x: int, w: int, n: int, width: int, scale: f32, largest_x: f32, num_trials: int, step: f32, refit: int,
     t: int,
 ) -> f32:  # fmt: skip
-    """Write a group's levels and return its scale: the best of some that map `largest_x` near the last value."""
+    """Write levels, as bytes, of n magnitudes at x, weighted by w; returns the scale, the best of 2 num_trials + 1.
+
+    These map largest_x to about the top value, `step` apart; without a good one, `scale` stays. refit: OFF, ANY or ALL
+    """
     trial, roots, top_value = scratch(8), scratch(32), f32(15) if width == 4 else f32(5)
     all_points, best_score = (1 << (n // width)) - 1, f32(0)
     off_grid = 0 if refit == OFF else all_points

@@ -239,7 +239,7 @@ def lowest_top(buffers, stack, top, count, bits):
     "i64(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, i64, out_longs2, out_longs1)"
 )
 def search(buffers, sections, stack, top, count, free, left, right, min_key, offsets, limits):
-    """Place a frame, from key `min_key` on: returns SOLVED with offsets[0] filled in, NONE, or STOPPED."""
+    """Place frame stack[top : top + count], none of it before key min_key: SOLVED (sets offsets[0]), NONE, STOPPED."""
     target, bits = limits[TARGET], limits[BITS]
     max_offset = lowest_top(buffers, stack, top, count, bits)
     for c in range(count):

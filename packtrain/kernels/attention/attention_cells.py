@@ -35,7 +35,7 @@ cell_positions_type = Tuple((ints1, ints1, ints2, ints1, ints1))
 
 @kernel("i64, bytes3, i64, i64, ints2, i64, i64, i64")
 def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells):
-    """Copy a head of num_cells cells order[cell_row, cell_start …] of x as f32 (num_cells, width) to `target`."""
+    """Copy head `head` of cells order[cell_row, cell_start …] of x as f32 (num_cells, width) to address target."""
     head_nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
     for j in range(num_cells):
         head_target = target + 4 * j * width

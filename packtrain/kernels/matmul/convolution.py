@@ -41,7 +41,7 @@ def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step)
 
 @part("boolean, i64, i64, i64, i64, i64, i64")
 def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
-    """Copy `count` values of the row at x, from `column` on, x_step apart, to panel_ptr, or add the panel's to x."""
+    """Copy `count` values of the row at x, x_step apart from `column` on, to panel_ptr; is_backward: add these to x."""
     if x_step == 1:
         low, index_stop = max(i64(0), -column), min(count, row_width - column)
         copy_run(is_backward, address(panel_ptr, low), address(x, column + low), index_stop - low)

@@ -95,7 +95,7 @@ def fused(m, k, qtype):
 
 @kernel("out2, in2, i64, bytes2, boolean, i64, i64")
 def dot_columns(y, x, qtype, w, add, start, stop):
-    """y[:, start:stop] = x @ w[start:stop].T for up to 8 rows: every block is read and dequantized once."""
+    """y[:, start:stop] = x @ w[start:stop].T, plus y if `add`, for up to 8 rows: every block is dequantized once."""
     m, k = x.shape
     row_nbytes, n = w.shape[1], y.shape[1]
     line, sums_ptr = scratch(LINE_SIZE), scratch(SUMS_SIZE)

@@ -221,7 +221,10 @@ def weighted_errors(x, w, n, codes, scales, min_values, sizes):
 
 @part("*group_types, f32, f32x16, f32, f32, i64")
 def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes):
-    """Fit a line in each lane: writes errors, scales, lows, codes of each value to trial_results, f32 (3 + n, 16)."""
+    """Fit a line in each lane to the codes for (x - low) * inverses; writes errors, scales, lows and codes.
+
+    trial_results, f32 (3 + n, 16) at an address, gets these; weight and sum_x are the sums of w and w * x
+    """
     sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
     codes = trial_results + 3 * LANES * 4
     for i in range(n):

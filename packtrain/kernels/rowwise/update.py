@@ -100,7 +100,7 @@ def adamw(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
     hyper       (7,)  f32: lr, b1, b2, eps, wd, c1 = 1 - b1**t, c2 = 1 - b2**t
     decay             f32: 0 or 1
     gate        (1,)  f32, or (0,) for 1; if it is not finite nothing changes
-    key               i64: key of bf16's stochastic rounding, see counter
+    key               i64: key of bf16's stochastic rounding, see counter_rng
     """
     update_parts(adamw_span, (g, m, v, hyper, decay), qtype, w, gate, key, span_start, span_stop)
 
@@ -193,7 +193,7 @@ def sgd(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
     hyper  (2,)  f32: lr, wd; rate = lr, or the third of (3,) numbers
     decay        f32: 0 or 1
     gate   (1,)  f32, or (0,) for 1; if it is not finite nothing changes
-    key          i64: key of bf16's stochastic rounding, see counter
+    key          i64: key of bf16's stochastic rounding, see counter_rng
     """
     update_parts(sgd_span, (g, hyper, decay), qtype, w, gate, key, span_start, span_stop)
 
@@ -243,12 +243,7 @@ def momentum8bit(
 
 @parallel("out1, in1, in2, in2, in1", lambda g: (g.size, 1), serial=SERIAL)
 def combine(p, g, s, y, c, span_start, span_stop):
-    """p = c[0] g + sum over k of c[1 + k] s[k] + c[1 + M + k] y[k].
-
-    p, g  (N,)        f32
-    s, y  (M, N)      f32
-    c     (1 + 2 M,)  f32
-    """
+    """p = c[0] g + sum over k of c[1 + k] s[k] + c[1 + M + k] y[k]; p, g (N,), s, y (M, N), c (1 + 2 M,), f32."""
     m, n = s.shape
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i

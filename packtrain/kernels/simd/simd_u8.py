@@ -94,7 +94,7 @@ def bit_by_eight(builder, codes):
 
 @instruction(codes64, i64)
 def low_of_sixteen(builder, address):
-    """Read four bytes of each group of a q6_K block, whose low four bits become the codes' low bits."""
+    """Read four bytes of each group of a q6_K block, at `address`, whose low four bits become the codes' low bits."""
     half = [0, 4, 8, 12] * 2
     code_bytes = gather_words(builder, WORD_VECTOR, [*half, *(16 + n for n in half)], address, 64)
     return shift_words(builder, code_bytes, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
@@ -102,7 +102,7 @@ def low_of_sixteen(builder, address):
 
 @instruction(codes64, i64)
 def high_of_sixteen(builder, address):
-    """Read four bytes of each group of a q6_K block, whose bits 4 and 5 become the codes' upper bits."""
+    """Read four bytes of each group of a q6_K block, at `address`, whose bits 4 and 5 become the codes' upper bits."""
     half = [0, 4] * 4
     code_bytes = gather_words(builder, WORD_VECTOR, [*half, *(8 + n for n in half)], address)
     return shift_words(builder, code_bytes, [-4, -4, -2, -2, 0, 0, 2, 2] * 2)

@@ -106,7 +106,7 @@ def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
 
 @kernel("out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ints1, i64, i64, i64")
 def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
-    """Compute gradients of a share of a group's heads: `task` counts shares, then groups, then rows of the batch."""
+    """Compute scan_back's gradients of a share of a group's heads; `task` counts shares, groups, rows of the batch."""
     H, (_, p, n) = len(a), states.shape
     group_heads = H // G
     num_shares = min(group_heads, SHARES)

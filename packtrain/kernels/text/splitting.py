@@ -152,7 +152,10 @@ def threes(symbols, is_in_run, after, part_ends, count, new_ends):
 
 @kernel("i64(bytes1, out_longs1, out_ints1, i64, out_ints1)")
 def cut(raw, join_table, part_ends, count, new_ends):
-    """Divide parts (part_ends gives new_ends) between characters that no token (join_table) joins; returns how many."""
+    """Divide parts, ending at part_ends, between characters that no token (join_table) joins; new_ends gets all ends.
+
+    join_table is a hash table of pairs of code points, left << 21 | right; returns how many parts result
+    """
     byte_index, num_ends, mask = 0, 0, len(join_table) - 1
     for part_index in range(count):
         part_stop = i64(part_ends[part_index])

@@ -172,7 +172,7 @@ pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intri
 
 @kernel("*[i64] * 8")
 def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n) of sgemm, at address b, as lines of 16 columns, `across` f32 apart, to address block."""
+    """Pack op(b) (depth, n), b or b.T if tb = 1, from address b to block in lines of 16 columns, `across` f32 apart."""
     if tb:
         for j in range(0, n, LANES):
             for k in range(0, depth, STEPS):
@@ -187,7 +187,7 @@ def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
 
 @kernel("*[i64] * 8")
 def pack_rows(block, across, a, ta, lda, depth, m, bf16):
-    """Pack op(a) (m, depth) of sgemm, at address a, as lines of 16 rows, `across` f32 apart, to address block."""
+    """Pack op(a) (m, depth), a or a.T if ta = 1, from address a to block, as lines of 16 rows, `across` f32 apart."""
     if ta:
         for k in range(0, depth, STEPS):
             for i in range(0, m, LANES):

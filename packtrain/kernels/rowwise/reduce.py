@@ -54,11 +54,7 @@ def reduce_sum(y, x, use_squares):
 
 @kernel("out1, in1, in1")
 def sum_squares(y, x, acc):
-    """y = sum(x**2), plus acc; y may be acc.
-
-    x       (N,)  f32
-    y, acc  (1,)  f32; acc may be (0,)
-    """
+    """y[0] = sum(x**2), plus acc[0] unless acc is (0,); x (N,), y and acc (1,) f32; y may be acc."""
     acc_value = acc[0] if acc.size else f32(0.0)
     reduce_sum(y, x, True)
     y[0] += acc_value

@@ -276,9 +276,7 @@ def product(y, a, b):
 def products(z, g, s, y, product_index):
     """z[i, j] += u_i · v_j, where u is g, s[0] …, y[0] …, and v is g, y[0] …; one task for each element of z.
 
-    z     ((2 M + 1) (M + 1),)  f32
-    g     (N,)    f32
-    s, y  (M, N)  f32
+    z ((2 M + 1) (M + 1),), g (N,), s, y (M, N), f32
     """
     m, n = s.shape
     row_index, column_index = product_index // (m + 1), product_index % (m + 1)

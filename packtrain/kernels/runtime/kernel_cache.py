@@ -59,7 +59,7 @@ def import_path(name: str) -> str:
 
 @cache
 def module_imports() -> dict[str, frozenset[str]]:
-    """Return the names of the kernel modules that each kernel module imports, from its source."""
+    """Return, by name of kernel module, the names of the kernel modules that it imports, from its source."""
     paths = {
         path: name for name in module_files() for path in (f"{PACKAGE}.{name}", import_path(name))
     }

@@ -47,7 +47,7 @@ def set_threads(count: int) -> None:
 
 
 def start_threads(serve_tasks: Callable[[int], None]) -> None:
-    """Start all threads but the first, each on its core, unless they have been started."""
+    """Start all threads but the first, each on its core, with serve_tasks(number), unless they have been started."""
     if sys.platform != "linux" or shared_words[NUM_STARTED]:
         return
     cores = sorted(os.sched_getaffinity(0))

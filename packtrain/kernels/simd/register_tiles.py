@@ -110,7 +110,7 @@ def emit_transpose(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns
 
 
 def shared_function(function_name, emit, arg_kinds):
-    """Return an intrinsic that calls emit(builder, *args) as one function.
+    """Return an intrinsic that calls one function of this name in each module, with emit(builder, *args) as its body.
 
     arg_kinds  a letter for each argument: p address, i int, b bool
     """

@@ -109,7 +109,7 @@ def high_of_sixteen(builder, address):
 
 
 def emit_reorder(builder, address, vector_type, orders):
-    """Emit a rewrite of the 64-byte vectors at `address`: vector i gets the words that orders[i] numbers among all."""
+    """Rewrite 64-byte vectors at `address`: vector i gets the words numbered orders[i], counted on through all."""
     word_vectors = [read(builder, vector_type, address, COUNT * i) for i in range(len(orders))]
     while len(word_vectors) > 1:
         pairs = zip(word_vectors[::2], word_vectors[1::2], strict=True)

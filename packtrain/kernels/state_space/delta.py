@@ -89,7 +89,10 @@ def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
 
 @kernel("f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64)")
 def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta, p, n):
-    """Advance the state (p, n) by a token, write errors (p,), add to dq (n,) q's gradient; returns dy y."""
+    """Advance the state (p, n) by a token, write errors (p,), add to dq (n,) q's gradient; returns dy y.
+
+    Arrays are f32 at addresses, dy and v (p,), q and k (n,); q_scale and k_scale are 1 over the lengths of q and k.
+    """
     score, scale = f64(0.0), f32(1.0 / math.sqrt(f64(n)))
     for i in range(p):
         row, dot_sums, dy_lanes = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))

@@ -24,7 +24,10 @@ LOOK_UP_WORDS, LINES = 1, 2  # words, or only those after a newline, are looked 
 
 @kernel("bytes1, out_ints1, out_ints1")
 def fill_strings(joined_text, string_starts, slots):
-    """Enter n of each joined_text[string_starts[n] : string_starts[n + 1]] that is not empty; strings must differ."""
+    """Enter all strings that are not empty into the hash table `slots`, which has NONE everywhere; they must differ.
+
+    String n is joined_text[string_starts[n] : string_starts[n + 1]]; its slot gets n.
+    """
     mask = len(slots) - 1
     for n in range(len(string_starts) - 1):
         if string_starts[n] < string_starts[n + 1]:

@@ -172,7 +172,10 @@ pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intri
 
 @kernel("*[i64] * 8")
 def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n), b or b.T if tb = 1, from address b to block in lines of 16 columns, `across` f32 apart."""
+    """Pack op(b) (depth, n), b or b.T if tb = 1, from address b to block in lines of 16 columns, `across` f32 apart.
+
+    Rows of b are ldb f32 apart. bf16 = 2 (for bf16x3) packs, behind each tile, a tile of what rounding lost.
+    """
     if tb:
         for j in range(0, n, LANES):
             for k in range(0, depth, STEPS):
@@ -187,7 +190,7 @@ def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
 
 @kernel("*[i64] * 8")
 def pack_rows(block, across, a, ta, lda, depth, m, bf16):
-    """Pack op(a) (m, depth), a or a.T if ta = 1, from address a to block, as lines of 16 rows, `across` f32 apart."""
+    """Pack op(a) (m, depth), a or a.T if ta = 1, from address a to block as pack_columns does: in lines of 16 rows."""
     if ta:
         for k in range(0, depth, STEPS):
             for i in range(0, m, LANES):
@@ -275,7 +278,7 @@ def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, 
 
 @kernel("*[i64] * 9")
 def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
-    """Call multiply_tiles with literal counts for 1 or 2 tiles of rows and 1 or 2 tiles of columns."""
+    """Call multiply_tiles with literal counts, for row_tiles and col_tiles of 1 or 2; other arguments are passed on."""
     if row_tiles == 2 and col_tiles == 2:
         multiply_tiles(2, 2, bf16, a, b, across, c, ldc, add)
     elif row_tiles == 2:

@@ -55,7 +55,7 @@ def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
 def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_start, sizes):
     """panel (depth, panel_width) = values first … of windows window_start …, 0 beyond edges; backward adds it to x.
 
-    panel_ptr and x are addresses, x that of an image (C, H, W); `sizes` are those of windows.py.
+    panel_ptr and x are addresses, x that of an image (C, H, W); `sizes` are those of windows.unfold.
     """
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     num_windows = min(panel_width, i64(oh) * ow - window_start)
@@ -81,7 +81,7 @@ def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_sta
 def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
     """Multiply up to PANEL windows of image x, from window_start on, by all filters w: these columns of y (O, P).
 
-    x (C, H, W), w (O, C KH KW) and y are f32 at addresses; `windows` is P, `sizes` are those of windows.py.
+    x (C, H, W), w (O, C KH KW) and y are f32 at addresses; `windows` is P, `sizes` are those of windows.unfold.
     """
     panel = scratch(PANEL_BUFFER)
     window_size = channels * sizes[2] * sizes[3]
@@ -105,7 +105,7 @@ def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
     block=TASK,
 )
 def conv(y, x, w, pictures, channels, filters, sizes, panel_start, panel_stop):
-    """y = x convolved with the filters w; pictures, channels and filters are N, C and O, `sizes` those of windows.py.
+    """y = x convolved with the filters w; pictures, channels and filters are N, C and O, sizes those of windows.unfold.
 
     x  (N C H W,)     f32
     w  (O C KH KW,)   f32

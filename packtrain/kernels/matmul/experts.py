@@ -18,11 +18,7 @@ WIDE, OUTER_ROWS = 128, 120  # columns of a product, rows of an outer product in
 
 @parallel("out_ints2, in2", lambda x: x.shape, serial=SERIAL)
 def top_k(ids, x, row_start, row_stop):
-    """Write the indices of the k largest values of each row, the largest first; on ties the lower index first.
-
-    x    (N, E)  f32
-    ids  (N, k)  i32
-    """
+    """Write indices of the k largest of each row, largest first, on ties the lower one; x (N, E) f32, ids (N, k)."""
     for i in range(row_start, row_stop):
         for j in range(ids.shape[1]):
             best_expert = -1

@@ -12,7 +12,7 @@ VALUES_PER_TASK = 1 << 14  # values of a task
 
 @part("i64(ints1)")
 def plane_work(sizes):
-    """Return how many values all windows of a plane have, OH OW KH KW; `sizes` are as the module says."""
+    """Return how many values all windows of a plane have, OH OW KH KW; `sizes` are as in unfold."""
     return i64(sizes[4]) * sizes[5] * sizes[2] * sizes[3]
 
 
@@ -25,10 +25,11 @@ def plane_work(sizes):
     block=VALUES_PER_TASK,
 )
 def unfold(y, x, num_images, channels, sizes, line_start, line_stop):
-    """Write the windows of each image as rows of y, each channels x window; `sizes` are as the module says.
+    """Write the windows of each image as rows of y, each channels x window; num_images and channels are N and C.
 
-    x  (N C H W,)            f32
-    y  (N OH OW C KH KW,)    f32
+    x      (N C H W,)            f32
+    y      (N OH OW C KH KW,)    f32
+    sizes  (12,)                 i32: H, W, KH, KW, OH, OW; steps, padding, distances in a window, each down and across
     """
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     for output_line in range(line_start, line_stop):
@@ -85,7 +86,7 @@ def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
     block=VALUES_PER_TASK,
 )
 def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
-    """Write each window's largest value if use_max, else its sum divided by the window's size; planes = N C.
+    """Write each window's largest value if use_max, else its sum / the window's size; planes = N C, sizes as in unfold.
 
     x  (N C H W,)    f32
     y  (N C OH OW,)  f32

@@ -23,6 +23,7 @@ from typing import Any
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 BASE, TEXT = SHARED / "models/stories260K/stories260K.gguf", SHARED / "text/tinyshakespeare.txt"
+PACKAGE = str(Path(__file__).parents[1] / "packtrain")
 TEXT_NBYTES, STEPS, TIMED_RUNS = 20_000, 8, 3
 RESULT_VARIABLE = "BENCHMARK_CALLS_RESULT"
 Counts = Counter[CodeType]
@@ -42,7 +43,7 @@ class CallCounter:
             return
         is_counted = self.counted_code.get(code)
         if is_counted is None:
-            is_counted = self.counted_code[code] = "/packtrain/" in code.co_filename
+            is_counted = self.counted_code[code] = code.co_filename.startswith(f"{PACKAGE}/")
         if not is_counted:
             return
         is_engine_step = code.co_name == "step" and code.co_filename.endswith("training_engine.py")
@@ -75,7 +76,7 @@ def profiled_run() -> None:
     engine = sorted(counter.engine_steps[3:], key=lambda c: c.total())  # the first is the check
     parts = {"before": before, "step": steady[len(steady) // 2], "engine": engine[len(engine) // 2]}
     listed = {
-        part: [(c.co_filename.rpartition("/packtrain/")[2], c.co_qualname, n) for c, n in k.items()]
+        part: [(c.co_filename.removeprefix(f"{PACKAGE}/"), c.co_qualname, n) for c, n in k.items()]
         for part, k in parts.items()
     }
     Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(listed))

@@ -1,16 +1,21 @@
 """Writes docs/ops.md: facts of the registry on every op, and the worst errors of its checks; see benchmarks.check."""
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from packtrain.cli.check import has_peer, worst_errors
 from packtrain.devtools.check import check_cases
 from packtrain.devtools.check.op_samples import FUNCTIONS, typed_samples
 from packtrain.dtypes import READABLE, f32
+from packtrain.engine import ops
 from packtrain.engine.tensor import OPS
 
 GGML = re.compile(r"\bggml_\w+")
 CITATION = re.compile(r"(\bggml_\w+(, | and | to )?)+[.;,]?")
+# of a docstring: neither an empty line, after which details follow, nor a row of a table of arguments
+IS_SENTENCE = re.compile(r"\S(?!.*\S  +\S)").match
 PAGE = """# Ops
 
 Written by `python -m benchmarks.check --markdown docs/ops.md`, which checks them all: values on each backend
@@ -36,8 +41,9 @@ def ops_page(results: Sequence[check_cases.CheckResult]) -> str:
 
 def op_columns(name: str) -> list[str]:
     """Return the columns of docs/ops.md that the registry knows for an op."""
-    text = (OPS[name].__doc__ if name in OPS else FUNCTIONS[name].__doc__) or ""
-    summary = CITATION.sub("", text.partition("\n")[0]).strip().rstrip("., ;") + "."
+    text = inspect.cleandoc(getattr(ops, name, OPS.get(name, FUNCTIONS.get(name))).__doc__ or "")
+    paragraph = " ".join(takewhile(IS_SENTENCE, text.split("\n")))
+    summary = re.sub(" +", " ", CITATION.sub("", paragraph)).strip().rstrip("., ;") + "."
     kernels = ", ".join(sorted(OPS[name].kernels)) if name in OPS else "of its ops"
     return [
         f"`{name}`" if name in OPS else f"`{name}` (function)", summary.replace("|", "\\|"),

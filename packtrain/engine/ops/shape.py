@@ -79,7 +79,7 @@ def transpose(x: Tensor) -> Tensor:
 
 @op(view=True)
 def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
-    """View x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
+    """View x[..., start : start + length, ...] along one axis. ggml_view."""
     require(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
     fact = f"{start}:{start + length} is outside axis {axis} of x {x.spec}"
     require(0 <= start <= start + length <= x.shape[axis], fact)

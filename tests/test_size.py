@@ -13,7 +13,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_OP_LINES, MAX_CORE_LINES, MAX_PACKAGE_LI
     40,
     80,
     2_480,
-    78_532,
+    78_528,
 )
 CORE_MODULES = {
     "engine/tensor", "engine/graph", "engine/autodiff", "engine/placement", "engine/memory_plan", "engine/executor",

@@ -136,9 +136,8 @@ def _warn_of_unread_variables(settings_class: type) -> None:
     """Name PACKTRAIN_ variables that no command reads. Ranks of --nproc leave that to the process that starts them."""
     names = {name for name in os.environ if name.startswith(VARIABLE_PREFIX)}
     unread_names = names - OTHER_VARIABLES - variables(settings_class).keys()
-    if (
-        unread_names and "PACKTRAIN_PARENT" not in names
-    ):  # now load the other commands: it takes a second
+    if unread_names and "PACKTRAIN_PARENT" not in names:
+        # only now load the other commands: it takes a second
         variables_of_commands = [variables(settings_class_of(name)) for name in COMMANDS]
         all_names = OTHER_VARIABLES.union(*variables_of_commands)
         stems = [name.removeprefix(VARIABLE_PREFIX) for name in all_names]

@@ -137,10 +137,8 @@ def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
     """Start writing a range of a file to the disk while more is produced, so that syncing is quick at the end. Where
     pages are limited, those before the range leave memory, once they are on the disk."""
     if sys.platform == "linux":
-        sync, descriptor = (
-            getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0),
-            file.fileno(),
-        )
+        sync = getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0)
+        descriptor = file.fileno()
         sync(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_WRITE)
         if page_budget.get() and start:
             sync(descriptor, ctypes.c_int64(0), ctypes.c_int64(start), SYNC_ALL)

@@ -326,7 +326,9 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
 
 def _parse_yaml(text: str, source: str | Path) -> Any:
     try:
-        values, node = yaml().safe_load(text), yaml().compose(text, yaml().SafeLoader)
+        loader = yaml().SafeLoader(text)
+        node = loader.get_single_node()
+        values = None if node is None else loader.construct_document(node)
     except yaml().YAMLError as error:
         message = f"{source}: this is not YAML: {' '.join(str(error).split())}"
         raise InputError(message) from None

@@ -28,11 +28,8 @@ def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
     remaining_calls, replayable = iter(calls), list[Run]()
     for backend, backend_steps in groupby(placed.steps, attrgetter("backend")):
         steps = list(backend_steps)
-        op_calls, backend_calls = (
-            map(attrgetter("op_call"), steps),
-            islice(remaining_calls, len(steps)),
-        )
-        replayable += backend.recorded_calls(op_calls, list(backend_calls))
+        backend_calls = list(islice(remaining_calls, len(steps)))
+        replayable += backend.recorded_calls(map(attrgetter("op_call"), steps), backend_calls)
     return replayable
 
 

@@ -27,6 +27,7 @@ from packtrain.models.model_file import ModelFile
 NO_TOKENS: Sequence[int] = ()
 LOOP_TOKENS, LOOP_REPEATS, LOOP_PERIOD = 160, 5, 256
 LOOP_WINDOW, LOOP_NGRAM, MAX_DISTINCT_NGRAMS = 256, 12, 0.15
+NO_PROMPT = "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
 
 
 class Drafter(Protocol):
@@ -171,8 +172,7 @@ def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
 def check_prompt(prompt: Sequence[int], size: int) -> None:
     """Raise InputError unless a context of `size` tokens has room for the prompt."""
     if not prompt:
-        fact = "the prompt has no tokens"
-        raise InputError(f"{fact}; the vocabulary adds none at its beginning, so give some text")
+        raise InputError(NO_PROMPT)
     if len(prompt) > size:
         fact = f"the prompt has {plural(len(prompt), 'token')} and the context {size}"
         raise InputError(f"{fact}; the prompt must fit")

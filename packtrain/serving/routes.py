@@ -318,8 +318,8 @@ def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
         raise missing_flag("slots action", "--slot-save-path")
     file_name = body.text("filename")
     if not FILE_NAME.fullmatch(file_name):
-        fact = "filename must be a name of letters, digits"
-        raise InputError(f"{fact}, '.', '_' and '-', without a folder or a '.' at its beginning")
+        fact = "filename must be a name of letters, digits, '.', '_' and '-'"
+        raise InputError(f"{fact}, without a folder or a '.' at its beginning")
     file_path, start_time = server.slots_folder / file_name, time.perf_counter()
     if file_path.is_symlink() or (file_path.exists() and not file_path.is_file()):
         raise InputError(f"{file_name} is no saved slot; choose another filename")

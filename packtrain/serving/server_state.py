@@ -21,6 +21,7 @@ from packtrain.data.conversations.conversation_renderer import ConversationRende
 from packtrain.data.conversations.messages import Conversation
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.embeddings import batches, check_texts, embed_texts, normalize_vector
+from packtrain.inference.generator import NO_PROMPT
 from packtrain.inference.kv_cache import Context, ContextError
 from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.sampling import Sampling
@@ -216,8 +217,7 @@ class Server:
     def check_job(self, job: GenerationJob) -> None:
         """Raise InputError unless the prompt has tokens and room for one more, and the slot exists."""
         if not job.prompt:
-            fact = "the prompt has no tokens; the vocabulary adds none at its beginning"
-            raise InputError(f"{fact}, so give some text")
+            raise InputError(NO_PROMPT)
         if len(job.prompt) >= self.engine.max_seq_tokens:
             raise PromptTooLong(len(job.prompt), self.engine.max_seq_tokens)
         if job.slot >= len(self.engine.slots):

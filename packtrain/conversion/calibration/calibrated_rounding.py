@@ -23,9 +23,7 @@ from packtrain.models.model_file import ModelFile
 from packtrain.models.rewrite_model import ReadRows
 
 PART = 1 << 19  # values of a matrix rounded at a time
-ROUNDED_NBYTES = (
-    2 * 4 * PART
-)  # pages of the rows that are read and of those that are written, at most
+ROUNDED_NBYTES = 2 * 4 * PART  # most pages of the rows that are read and of those that are written
 # An expert that fewer tokens reach is rounded to the nearest: they say too little about its inputs. Experts share the
 # sums of gate and up, which all tokens bring. down has sums per expert, whose rows differ between the streams, so
 # errors of earlier blocks are not repaired there.
@@ -62,9 +60,8 @@ def calibrate(
             if names:
                 rounded = replace(matrix_input, matrix_names=tuple(names))
                 num_columns = max_columns or matrix_input.z.shape[-1]
-                for name, sum in _round_site(
-                    streams, rounded, arrays, changes, num_columns, searched
-                ):
+                site_sums = _round_site(streams, rounded, arrays, changes, num_columns, searched)
+                for name, sum in site_sums:
                     sums[name] = sums.get(name, 0) + sum
         if i < last_block:
             streams.advance_through(block)

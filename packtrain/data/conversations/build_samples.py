@@ -84,7 +84,8 @@ def write_dataset(
         maker = SampleBuilder(recipe, file.metadata, renderer_room)
     except InputError as error:
         raise InputError(f"{recipe.model}: {error}") from None
-    sources = documents.check_separator(recipe.separator, find_sources(recipe.data, DATA_SUFFIXES))
+    sources = find_sources(recipe.data, DATA_SUFFIXES)
+    documents.check_separator(recipe.separator, sources)
     split = 0.0 if any(source.split for source in sources) else recipe.val_split
     splits = documents.splits_of(recipe.val_split, sources)
     splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0

@@ -26,8 +26,8 @@ VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 
 def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> None:
     """Fill a folder with the tokens of a corpus. Raises InputError for bad text."""
-    separator = None if text.keep_separators else text.separator
-    sources = documents.check_separator(separator, documents.find_sources(text.data))
+    sources = documents.find_sources(text.data)
+    documents.check_separator(None if text.keep_separators else text.separator, sources)
     total = sum(source.path.stat().st_size for source in sources)
     has_packed = any(is_packed(source.path) for source in sources)
 

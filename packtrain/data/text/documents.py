@@ -100,11 +100,8 @@ def find_sources(
     expected = "train.txt or train.jsonl"
     if valid_file:
         raise InputError(f"--data: {data} has {valid_file.name}, but no {expected}")
-    text_files = [
-        p
-        for p in sorted(data.iterdir())
-        if p.name.lower().endswith(tuple(suffixes)) and p.is_file()
-    ]
+    files = [path for path in sorted(data.iterdir()) if path.is_file()]
+    text_files = [path for path in files if path.name.lower().endswith(tuple(suffixes))]
     if not text_files:
         available = _listed([path for path in sorted(data.iterdir()) if suffix_of(path) in RECORDS])
         raise InputError(
@@ -127,13 +124,10 @@ def has_valid_file(data: Path) -> bool:
     return data.is_dir() and all(_split_files(data))
 
 
-def check_separator(
-    separator: str | None, sources: tuple[SourceFile, ...]
-) -> tuple[SourceFile, ...]:
-    """Return the sources. Raises InputError for a separator if none is plain text, which --separator divides."""
+def check_separator(separator: str | None, sources: Sequence[SourceFile]) -> None:
+    """Raise InputError for a separator if none is plain text, which --separator divides."""
     if separator is not None and all(suffix_of(source.path) in RECORDS for source in sources):
         raise InputError(f"--separator: {sources[0].path} is no plain text to divide; leave it out")
-    return sources
 
 
 def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:

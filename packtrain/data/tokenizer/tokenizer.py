@@ -55,9 +55,8 @@ class Tokenizer:
         self._encoding = encoding = KINDS[model](metadata)
         for key in (k for k in metadata if k.startswith(NORMALIZER) and metadata[k] is not False):
             if not key.endswith(encoding.normalizers):
-                raise TokenizerError(
-                    f"{key} is {metadata[key]!r}; no {model} vocabulary applies it"
-                )
+                fact = f"{key} is {metadata[key]!r}"
+                raise TokenizerError(f"{fact}; no {model} vocabulary applies it")
         self._token_table = table = encoding.table
         self.tokens, self.token_types = table.tokens, table.token_types
         self.vocab_size = len(table.tokens)

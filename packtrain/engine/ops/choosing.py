@@ -21,8 +21,10 @@ def argmax(x: Tensor) -> Spec:
     return Spec(x.shape[:-1], i32)
 
 
-argmax.kernel("cpu", strided=True)(argmax.kernel("numpy")(assigned(lambda x: x.argmax(-1))))
-argmax.kernel("torch", strided=True)(assigned(lambda x: x.argmax(-1)))
+_assign_argmax = assigned(lambda x: x.argmax(-1))
+argmax.kernel("numpy")(_assign_argmax)
+argmax.kernel("cpu", strided=True)(_assign_argmax)
+argmax.kernel("torch", strided=True)(_assign_argmax)
 
 
 @argmax.samples
@@ -44,7 +46,8 @@ def _sort_indices(x, *, descending):
     return (-x if descending else x).argsort(**options)
 
 
-argsort.kernel("cpu", strided=True)(argsort.kernel("numpy")(assigned(_sort_indices)))
+argsort.kernel("numpy")(assigned(_sort_indices))
+argsort.kernel("cpu", strided=True)(assigned(_sort_indices))
 argsort.kernel("torch", strided=True)(assigned(_sort_indices))
 
 
@@ -62,8 +65,9 @@ def count_equal(a: Tensor, b: Tensor) -> Spec:
     return Spec((), i64)
 
 
-count_equal.kernel("numpy")(assigned(lambda a, b: np.count_nonzero(a == b)))
-count_equal.kernel("cpu", strided=True)(count_equal.kernels["numpy"].run)
+_assign_count = assigned(lambda a, b: np.count_nonzero(a == b))
+count_equal.kernel("numpy")(_assign_count)
+count_equal.kernel("cpu", strided=True)(_assign_count)
 count_equal.kernel("torch", strided=True)(assigned(lambda a, b: (a == b).sum()))
 
 

@@ -11,6 +11,7 @@ from packtrain.engine.ops.arrays import check_ids, copy_acc, copy_acc_or_zero, f
 from packtrain.engine.ops.costs import Cost, by_expert, multiplied
 from packtrain.engine.ops.matmul import is_matrix
 from packtrain.engine.ops.shape import reshape, transpose
+from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 ASCENDING = "ids must ascend, as group_rows returns them"
@@ -26,8 +27,8 @@ def _expert_spans(name, ids, num_experts):
     """Yield (expert, first row, one past the last) for experts with rows; on `meta`, as if one expert had all rows."""
     check_ids(name, ids, num_experts, min_id=0)
     is_descending = (ids[1:] < ids[:-1]).any()
-    expert_ids = torch_kernels.torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
-    bounds = torch_kernels.torch.searchsorted(ids, expert_ids)
+    expert_ids = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
+    bounds = torch.searchsorted(ids, expert_ids)
     if not arrays.on_host(ids):
         yield 0, 0, len(ids)
         return
@@ -265,7 +266,7 @@ def weighted_rows_cpu(y, x, ids, weights, acc):
 def weighted_rows_torch(y, x, ids, weights, acc):
     check_ids("weighted_rows", ids, len(x), min_id=0)
     expert_rows = x.index_select(0, ids.view(-1)).unflatten(0, rows(ids).shape)
-    sums = torch_kernels.torch.bmm(rows(weights)[:, None], expert_rows)[:, 0]
+    sums = torch.bmm(rows(weights)[:, None], expert_rows)[:, 0]
     rows(y).copy_(sums if acc is None else sums.add_(rows(acc)))
 
 
@@ -310,7 +311,7 @@ def weighted_rows_back_torch(out, dy, x, ids, weights):
     dy, ids, weights = rows(dy), rows(ids), rows(weights)
     if dweights is not None:
         expert_rows = x.index_select(0, ids.view(-1)).unflatten(0, ids.shape)
-        rows(dweights).copy_(torch_kernels.torch.bmm(expert_rows, dy[:, :, None])[:, :, 0])
+        rows(dweights).copy_(torch.bmm(expert_rows, dy[:, :, None])[:, :, 0])
     if dx is not None:
         row_grads = weights[:, :, None] * dy[:, None]
         dx.index_copy_(0, ids.view(-1).long(), row_grads.flatten(0, 1))

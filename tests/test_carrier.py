@@ -131,7 +131,7 @@ def test_numbers_on_a_gpu_travel_by_nccl_on_a_stream_after_the_kernels_that_made
     assert gpus.log == ["nccl", "cuda", "cuda"]
     del gpus.log[:]
     array = np.arange(40, dtype=np.float32)
-    sums.add([array])
+    sums.submit(sums.all_reduce, [array])
     sums.wait_for_jobs()
     (_, mark), *rest = gpus.log
     # a message to the other and one from it, to add and to spread

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,6 +377,40 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
     token_cache.serve_request(dict, full, {"place": ""})
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]
+
+
+WITHOUT_ROOM = """
+from packtrain.data import token_cache
+from packtrain.kernels.runtime import loader
+
+token_cache.serve_request(dict, lambda *request: loader.with_numba("norm"), {"place": "a.jsonl: row 3"})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be limited")
+@pytest.mark.parametrize("mib", [2, 19])
+def test_a_child_without_room_for_numba_says_what_needs_memory(mib, tmp_path):
+    """At 19 MiB it is llvmlite's library that finds none: an OSError without a number."""
+    request = json.dumps({"folder": str(tmp_path), "room": mib << 20})
+    command = [sys.executable, "-c", WITHOUT_ROOM]
+    child = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+    kind, sentence = json.loads(child.stdout)
+    assert kind == "error" and f"row 3 needs more memory to be read than the {mib} MiB" in sentence
+
+
+@pytest.mark.parametrize(
+    "error, room, lacks_memory",
+    [
+        (OSError("Could not find/load shared object file"), 1, True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory", "numba/core"), 1, True),
+        (ImportError("failed to map segment from shared object"), 1, True),
+        (SystemError("error return without exception set"), 1, True),
+        (ImportError("cannot import name"), None, False),
+        (OSError(errno.EACCES, "Permission denied", "a.jsonl"), 1, False),
+    ],
+)
+def test_what_a_child_raises_for_lack_of_memory(error, room, lacks_memory):
+    assert token_cache._is_lack_of_memory(error, room) == lacks_memory
 
 
 # ---- files that would be lost

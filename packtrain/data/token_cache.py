@@ -35,9 +35,8 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 # stack of a thread; one of the pool touches up to 1.5 MiB when it starts (kernels/runtime/work_stealing.py)
 STACK_NBYTES = 7 << 18
-CHILD_START_NBYTES = (
-    40 << 20
-)  # memory of a child before it reads: 20 to 27 MiB were measured, and threads reserve theirs
+# memory of a child before it reads: 20 to 27 MiB were measured, and threads reserve theirs
+CHILD_START_NBYTES = 40 << 20
 # memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
 SPARE_NBYTES = 4 << 20  # by how much equal processes differ
@@ -85,8 +84,8 @@ def build_folder(
         release_memory()
         used_nbytes = private_nbytes()
         budget_nbytes = parse_size(memory, "--memory") - used_nbytes
-        min_nbytes = CHILD_START_NBYTES + RENDERING_NBYTES * renders_chats
-        min_nbytes += TOKEN_NBYTES * vocab_size
+        min_nbytes = CHILD_START_NBYTES + TOKEN_NBYTES * vocab_size
+        min_nbytes += RENDERING_NBYTES * renders_chats
         if budget_nbytes < min_nbytes:
             min_mib = -(-(used_nbytes + min_nbytes + SPARE_NBYTES) // (1 << 20))
             missing_names = kernel_cache.missing_modules(kernel_cache.kernel_modules())
@@ -135,13 +134,21 @@ def serve_request(
         write_folder(recipe, folder, lambda sentence: send("say", sentence), budget_nbytes)
     except UserError as error:
         send("error", str(error))
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+    except (MemoryError, RuntimeError, ImportError, SystemError, OSError) as error:
+        if _is_lack_of_memory(error, budget_nbytes):
+            return send("error", _too_large(reading_position["place"], budget_nbytes))
+        if not isinstance(error, OSError):
             raise
-        send("error", _too_large(reading_position["place"], budget_nbytes))
-    except OSError as error:
         message_type = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "error"
         send(message_type, f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
+
+
+def _is_lack_of_memory(error: Exception, budget_nbytes: int | None) -> bool:
+    """Tell whether memory was missing; a library that finds no room raises an OSError without a number, or others."""
+    if isinstance(error, RuntimeError):
+        return "start new thread" in str(error)
+    may_be_budget = getattr(error, "errno", None) in (None, errno.ENOMEM)
+    return isinstance(error, MemoryError) or (budget_nbytes is not None and may_be_budget)
 
 
 def _too_large(location: str, room: int | None) -> str:

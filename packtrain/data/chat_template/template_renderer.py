@@ -18,9 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-resource: Any = (
-    import_module("resource") if find_spec("resource") else None
-)  # Windows has no limits
+# Windows has no limits
+resource: Any = import_module("resource") if find_spec("resource") else None
 
 MAX_TEXT_LENGTH = 4 << 20
 MAX_REASON_LENGTH = 1000  # most characters of an error message for the parent

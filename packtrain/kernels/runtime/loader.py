@@ -95,8 +95,7 @@ def choose_mode(limit: int | None, used: int, names: Collection[str]) -> Compile
 
 def min_compile_mib(used: int, names: Collection[str]) -> int:
     """Return the smallest --memory within which these modules compile beside `used` bytes; 0 if there are none."""
-    nbytes = used + COMPILE_MODES[-1].max_nbytes(names) + SLACK_NBYTES
-    return -(-nbytes // MIB) if names else 0
+    return -(-(used + COMPILE_MODES[-1].max_nbytes(names) + SLACK_NBYTES) // MIB) if names else 0
 
 
 def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> int:
@@ -148,10 +147,8 @@ class CompileProgress:
     def count_module(self) -> None:
         self.num_finished += 1
         now_seconds = time.perf_counter()
-        progress_text = (
-            f"compiled {self.num_finished} of {self.count} kernel modules, "
-            f"{now_seconds - self.start_seconds:.0f} s"
-        )
+        counts, seconds = f"{self.num_finished} of {self.count}", now_seconds - self.start_seconds
+        progress_text = f"compiled {counts} kernel modules, {seconds:.0f} s"
         if sys.stderr is not None and sys.stderr.isatty():
             line_end = "\n" if self.num_finished == self.count else ""
             with contextlib.suppress(OSError):
@@ -162,9 +159,8 @@ class CompileProgress:
 
     def print_finish(self) -> None:
         if self.num_finished == self.count:
-            environment.print_message(
-                f"kernels compiled in {time.perf_counter() - self.start_seconds:.0f} s"
-            )
+            seconds = time.perf_counter() - self.start_seconds
+            environment.print_message(f"kernels compiled in {seconds:.0f} s")
 
 
 @contextlib.contextmanager
@@ -291,8 +287,7 @@ def compile_into(cache_folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted child has left
         for required_name in sorted(kernel_cache.needed(name) - {name}):
             with_numba(required_name)
-        dispatchers = machine_code.compiled_dispatchers
-        before = len(dispatchers)
+        before = len(dispatchers := machine_code.compiled_dispatchers)
         checksum = machine_code.save(with_numba(name), dispatchers[before:], folder)
         (folder / kernel_cache.CHECKSUM_FILE).write_text(checksum)
         print(name, flush=True)
@@ -338,8 +333,7 @@ def _from_cache(name: str) -> Any:
             return machine_code.load(name, folder, checksum, with_numba)
         except (machine_code.DamagedCacheError, OSError) as error:
             if memory_budget is not None and isinstance(error, OSError):
-                # it may be the bound that refuses
-                raise MemoryError(str(error)) from None
+                raise MemoryError(str(error)) from None  # it may be the bound that refuses
             environment.print_message(f"{folder} is damaged")
             kernel_cache.distrust(folder)
             prepare([name])
@@ -357,7 +351,7 @@ def with_numba(name: str) -> Any:
         return set_module(name, _imported(name))
     except Exception:
         folder = kernel_cache.complete(name)
-        if folder is None:
+        if folder is None or memory_budget is not None:  # the budget may refuse a sound cache
             raise
     kernel_cache.distrust(folder)
     shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,8 @@ from packtrain.common.version import __version__
 if typing.TYPE_CHECKING:
     from packtrain import dtypes
     from packtrain.api import (
-        chat, choose, compare, embed, evaluate, finetune, generate, merge, plan, quantize, start, train,
+        chat, choose, compare, embed, evaluate, finetune, generate, merge, options, plan, quantize, start,
+        train,
     )  # fmt: skip
     from packtrain.dtypes import bf16, f16, f32, f64, i32, i64, u8
     from packtrain.engine import backends, ops
@@ -46,14 +47,14 @@ if typing.TYPE_CHECKING:
         "RunError", "Sampling", "Session", "Spec", "Stopped", "Tensor", "Trainer", "__version__", "backends", "bf16",
         "chat", "choose", "compare", "constant", "debug", "differentiate", "dtypes", "embed", "epoch", "evaluate",
         "f16", "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret", "least_order", "load",
-        "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "save", "start", "state",
+        "make_plan", "merge", "named", "op", "ops", "options", "place", "plan", "quantize", "save", "start", "state",
         "train", "u8", "verify", "weight",
     ]  # fmt: skip
 
 _LAZY_EXPORTS = {
     "api": (
-        "chat", "choose", "compare", "embed", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start",
-        "train",
+        "chat", "choose", "compare", "embed", "evaluate", "finetune", "generate", "merge", "options", "plan",
+        "quantize", "start", "train",
     ),
     "inference.kv_cache": ("CacheFull", "Context", "ContextError"),
     "training.generic": (

@@ -9,16 +9,18 @@ equal texts. A task runs in the calling thread; `start` runs it in a new thread 
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
 from packtrain.common.errors import InputError, name_keywords, with_keywords
 from packtrain.common.events import TaskCallbacks
-from packtrain.common.options import from_values, option_fields
+from packtrain.common.options import GROUPS, from_values, option_fields
+from packtrain.common.text import did_you_mean
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.monitoring.notebook import LibraryCallbacks, records_path
 from packtrain.training.run_settings import RunSettings
@@ -54,30 +56,46 @@ def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         if cls is None:
             return call
         call.__signature__ = _signature(cls, function)  # type: ignore[attr-defined]
-        call.__doc__ = f"{inspect.getdoc(function)}\n\n{settings_doc(cls)}"
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{settings_doc(option_fields(cls))}"
         return call
 
     return decorate
 
 
 def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
-    """Return the signature of `function` with a keyword for each field of `cls` and each callback, not `**settings`."""
-    signature = inspect.signature(function)
-    task_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameter_names = {p.name for p in task_parameters}
-    setting_parameters = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for settings_class in (cls, TaskCallbacks)
-        for p in inspect.signature(settings_class).parameters.values()
-        if p.name not in parameter_names
-    ]
-    return signature.replace(parameters=[*task_parameters, *setting_parameters])
+    """Return the signature of `function` with a keyword for each field of `cls` and each callback; for a training run
+    with the settings of the short help, and `**settings` for the others, which `options` has by group."""
+    parameters = dict(inspect.signature(function).parameters)
+    variadic, is_run = parameters.pop("settings"), issubclass(cls, RunSettings)
+    shown_names = {*getattr(cls, "COMMON", "").split(), *CALLBACK_NAMES}
+    for settings_class in (cls, TaskCallbacks):
+        for name, parameter in inspect.signature(settings_class).parameters.items():
+            if not is_run or name in shown_names:
+                parameters.setdefault(name, parameter.replace(kind=parameter.KEYWORD_ONLY))
+    return inspect.Signature([*parameters.values(), *[variadic] * is_run])
 
 
-def settings_doc(cls: type) -> str:
-    """Return docstring text that lists the settings of a class by group, with type, default and help."""
+def _option_group(heading: str) -> Callable[..., dict[str, Any]]:
+    """Return a function whose keywords are the settings under a heading of the help, and which returns them."""
+    run_fields = [*option_fields(TrainSettings), *option_fields(TuneSettings)]
+    fields = {field.name: field for field in run_fields if field.metadata.get("group") == heading}
+
+    @name_keywords
+    def group(**settings: Any) -> dict[str, Any]:
+        for name in settings.keys() - fields:
+            raise InputError(f"{name} is no setting of {heading}{did_you_mean(name, fields)}")
+        return settings
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fields]
+    group.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    group.__doc__ = f"Return settings of `train` and `finetune`.\n\n{settings_doc(fields.values())}"
+    return group
+
+
+def settings_doc(settings: Iterable["Field[Any]"]) -> str:
+    """Return docstring text that lists settings by group, with type, default and help."""
     groups: dict[str, list[str]] = {}
-    for setting in option_fields(cls):
+    for setting in settings:
         metadata, default = setting.metadata, setting.default
         value = "" if metadata.get("positional") or default is MISSING else f" = {default!r}"
         kind = inspect.formatannotation(setting.type)
@@ -87,17 +105,21 @@ def settings_doc(cls: type) -> str:
     return "\n\n".join("\n".join([f"{name}:", *texts]) for name, texts in groups.items())
 
 
+# pt.finetune("base.gguf", "chats.csv", **pt.options.lora(lora_rank=8, rslora=True), memory="1GiB")
+options = SimpleNamespace(**{heading.lower(): _option_group(heading) for heading in GROUPS})
+
+
 def split_settings(cls: type[S], keywords: dict[str, Any], **named: Any) -> tuple[S, TaskCallbacks]:
     """Split keywords into settings of `cls`, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
-    options = keywords | named
-    callbacks = {name: options[name] for name in options.keys() & CALLBACK_NAMES}
+    task_settings = keywords | named
+    callbacks = {name: task_settings[name] for name in task_settings.keys() & CALLBACK_NAMES}
     for name, function in callbacks.items():
         if name == "cancel" and not hasattr(function, "is_set"):
             raise InputError(f"cancel is {function!r}; it must be a threading.Event")
         if name != "cancel" and function is not None and not callable(function):
             raise InputError(f"{name} is {function!r}; it must be a function")
-    setting_values = {name: value for name, value in options.items() if name not in CALLBACK_NAMES}
+    setting_values = {n: value for n, value in task_settings.items() if n not in CALLBACK_NAMES}
     if type(setting_values.get("memory")) is int:
         setting_values["memory"] = f"{setting_values['memory']}B"
     for name in setting_values.keys() & {"data", "calibrate"}:
@@ -152,8 +174,7 @@ def evaluate(model: File, data: File | None = None, **settings: Any) -> evaluati
 
     Raises InputError; Interrupted if it is stopped.
     """
-    options = settings | {"model": model, "data": data}
-    return evaluating.evaluate(*split_settings(EvaluateSettings, options))
+    return evaluating.evaluate(*split_settings(EvaluateSettings, settings, model=model, data=data))
 
 
 @command(comparing.CompareSettings)
@@ -164,8 +185,8 @@ def compare(model: File, data: File, **settings: Any) -> comparing.ComparisonRes
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
-    options = settings | {"model": model, "data": data}
-    return comparing.compare(*split_settings(comparing.CompareSettings, options))
+    task_settings = settings | {"model": model, "data": data}
+    return comparing.compare(*split_settings(comparing.CompareSettings, task_settings))
 
 
 @command(choosing.ChooseSettings)
@@ -178,8 +199,8 @@ def choose(
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
-    options = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
-    return choosing.choose(*split_settings(choosing.ChooseSettings, options))
+    task_settings = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
+    return choosing.choose(*split_settings(choosing.ChooseSettings, task_settings))
 
 
 @command(generating.GenerateSettings)
@@ -190,8 +211,8 @@ def generate(model: File, prompt: str = "", **settings: Any) -> GeneratedText:
 
     Raises InputError, DoesNotFit.
     """
-    options = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
-    return generating.generate(*split_settings(generating.GenerateSettings, options))
+    task_settings = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
+    return generating.generate(*split_settings(generating.GenerateSettings, task_settings))
 
 
 @command(chatting.ChatSettings)
@@ -217,8 +238,8 @@ def embed(
     if not isinstance(normalize, bool):
         raise InputError(f"normalize is {normalize!r}; it must be True or False")
     defaults = {} if normalize else {"embd_normalize": -1}
-    options = defaults | settings | {"model": model, "prompt": texts}
-    return embedding.embed(*split_settings(embedding.EmbedSettings, options)).vectors
+    task_settings = defaults | settings | {"model": model, "prompt": texts}
+    return embedding.embed(*split_settings(embedding.EmbedSettings, task_settings)).vectors
 
 
 @command(quantizing.QuantizeSettings)
@@ -227,8 +248,8 @@ def quantize(model: File, output: File, type: str, **settings: Any) -> quantizin
 
     pt.quantize("notes.gguf", "notes-q4.gguf", "Q4_K_M")
     """
-    options = settings | {"model": model, "output": output, "type": type}
-    return quantizing.quantize(*split_settings(quantizing.QuantizeSettings, options))
+    task_settings = settings | {"model": model, "output": output, "type": type}
+    return quantizing.quantize(*split_settings(quantizing.QuantizeSettings, task_settings))
 
 
 @command(merging.MergeSettings)
@@ -237,8 +258,8 @@ def merge(model: File, adapters: File, output: File, **settings: Any) -> quantiz
 
     pt.merge("base.gguf", "tuned.run/adapter.gguf", "tuned.gguf", calibrate="chats.csv")
     """
-    options = settings | {"model": model, "adapters": adapters, "output": output}
-    return merging.merge(*split_settings(merging.MergeSettings, options))
+    task_settings = settings | {"model": model, "adapters": adapters, "output": output}
+    return merging.merge(*split_settings(merging.MergeSettings, task_settings))
 
 
 class Run(Generic[R]):

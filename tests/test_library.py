@@ -12,7 +12,10 @@ import pytest
 import packtrain as pt
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import StepReport
+from packtrain.common.options import option_fields
 from packtrain.gguf import GGUF
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.train_settings import TrainSettings
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "batch_size": 2}
 SMALL |= {"vocab_size": 300, "tensorboard": False}
@@ -142,3 +145,26 @@ def test_signatures_show_settings_and_callbacks(name: str) -> None:
             shown["iters"].default is None
             and shown["iters"].annotation is not inspect.Parameter.empty
         )
+        assert len(str(inspect.signature(getattr(pt, name)))) < 1100 and "settings" in shown
+
+
+def test_every_setting_of_a_run_is_a_keyword_of_one_group() -> None:
+    groups = vars(pt.options).values()
+    names = [name for group in groups for name in inspect.signature(group).parameters]
+    fields = {f.name: f for cls in (TrainSettings, TuneSettings) for f in option_fields(cls)}
+    positional = {name for name, field in fields.items() if field.metadata.get("positional")}
+    assert sorted(names) == sorted(fields.keys() - positional)
+    assert "nesterov: bool = False" in pt.options.optimizer.__doc__
+
+
+def test_groups_of_options_are_keywords_of_a_run(tmp_path: Path, text: Path) -> None:
+    base = pt.train(text, output=tmp_path / "base.gguf", iters=1, **SMALL).output
+    lora = pt.options.lora(lora_rank=2, lora_modules="attn")
+    assert lora == {"lora_rank": 2, "lora_modules": "attn"}
+    steps = pt.options.training(iters=2) | pt.options.data(ctx=32) | pt.options.output(quiet=True)
+    done = pt.finetune(base, text, output=tmp_path / "t.gguf", merge="none", **lora, **steps)
+    assert done.progress.step == 2 and done.plan.job.settings.lora_rank == ("2",)
+    with pytest.raises(
+        InputError, match=r"lora_rnk is no setting of LoRA; did you mean lora_rank\?"
+    ):
+        pt.options.lora(lora_rnk=8)

@@ -30,7 +30,9 @@ from packtrain.common.text import did_you_mean
 
 T = TypeVar("T")
 # headings of the help, in order
-GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
+GROUPS = (
+    "data", "model", "training", "optimizer", "validation", "preferences", "LoRA", "sampling", "memory", "output",
+)  # fmt: skip
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 COLUMNS = "columns by other names: question=prompt,answer=completion; names with commas in quotes; common ones known"
 PAGES = "limit of private memory and of pages of the read and written model in memory, together, such as 2GiB"
@@ -69,13 +71,14 @@ def option(
 # `option` with a heading of the help
 DATA, MODEL = partial(option, group="data"), partial(option, group="model")
 TRAINING, SAMPLING = partial(option, group="training"), partial(option, group="sampling")
-MEMORY = partial(option, group="memory")
+MEMORY, OPTIMIZER = partial(option, group="memory"), partial(option, group="optimizer")
 # options that a resumed run may change: no bit of a step depends on outputs and resources
-OUTPUT = partial(option, group="output and logging", resumable=True)
+OUTPUT = partial(option, group="output", resumable=True)
 RESOURCES = partial(MEMORY, resumable=True)
 SOURCE = partial(DATA, resumable=True)  # a checkpoint has a checksum of the data
-STOPPING = partial(TRAINING, resumable=ON_ALL_RANKS)  # which steps and validations there are
-UPDATE = partial(TRAINING, resumable=WITH_OPTIMIZER)
+# which steps and validations there are
+STOPPING = partial(option, group="validation", resumable=ON_ALL_RANKS)
+UPDATE = partial(OPTIMIZER, resumable=WITH_OPTIMIZER)
 
 
 def positional(

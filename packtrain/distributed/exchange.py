@@ -26,7 +26,7 @@ class Exchange:
 
     wait_for_transfer  waits for a transfer, or raises RankLost
     check_ranks        raises RankLost if another rank has ended or is silent
-    transfer_seconds   seconds that transfers and sums took so far; `sent_nbytes` are the bytes that this rank sent
+    transfer_seconds   seconds that transfers and sums took so far
     """
 
     def __init__(self, by: Carrier, wait: WaitForTransfer, check_ranks: Callable[[], None]) -> None:
@@ -35,7 +35,7 @@ class Exchange:
         part = -(-BUCKET // self.world_size)
         self.send_room, self.theirs = (by.room(part * self.world_size) for _ in range(NUM_ROOMS))
         self.job_queue = SimpleQueue[Callable[[], None] | None]()
-        self.num_submitted = self.done = self.sent_nbytes = 0
+        self.num_submitted = self.done = 0
         self.transfer_seconds = 0.0
         self.error: BaseException | None = None
         self.condition = threading.Condition()
@@ -150,7 +150,6 @@ class Exchange:
         incoming[self.rank].copy_(outgoing[self.rank])
         for transfer in transfers:
             self.wait_for_transfer(transfer)
-        self.sent_nbytes += (self.world_size - 1) * incoming[0].nbytes
 
 
 def gather_function(dist: Any) -> Any:

@@ -141,16 +141,14 @@ class Dtype:
         "pack", "(y, x): packs finite f32 at x to a block at y; zeros if a scale is below f16."
     )
     weigh = _role(
-        "weigh",
-        "(y, x, w, spread): likewise; errors count by f32 weights at w, mean square of the row.",
-    )
+        "weigh", "(y, x, w, spread): likewise; errors count by f32 weights at w, mean square of the row.",
+    )  # fmt: skip
     snap = _role(
         "snap", "(y, x, w, t): likewise, onto the grid of table t, weighted by w unless w is 0."
     )
     recode = _role(
-        "recode",
-        "(y, x): a block at y gets codes for f32 at x and keeps scales; see dtypes/recode.",
-    )
+        "recode", "(y, x): a block at y gets codes for f32 at x and keeps scales; see dtypes/recode.",
+    )  # fmt: skip
 
     def codes(
         self, max_code: int, *, code_offset: int = 0

@@ -60,10 +60,8 @@ def dot_bf16(x, w, n):
             intrinsics.as_floats(intrinsics.shorts_at(w, i) << 16), intrinsics.load(x, i), a
         )
         b = intrinsics.fma(
-            intrinsics.as_floats(intrinsics.shorts_at(w, i + 16) << 16),
-            intrinsics.load(x, i + 16),
-            b,
-        )
+            intrinsics.as_floats(intrinsics.shorts_at(w, i + 16) << 16), intrinsics.load(x, i + 16), b,
+        )  # fmt: skip
     return intrinsics.total(a + b)
 
 

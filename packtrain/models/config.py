@@ -299,10 +299,8 @@ class Config(ModelSizes):
     def fused_slices(self) -> Mapping[str, tuple[str, int, int]]:
         """Return {weight's name: (fused tensor's name, its first row there, number of rows)}, all within a block."""
         traits, f, row_slices = (
-            self.traits,
-            self.feed_forward_length,
-            dict[str, tuple[str, int, int]](),
-        )
+            self.traits, self.feed_forward_length, dict[str, tuple[str, int, int]](),
+        )  # fmt: skip
         if self.has_fused_qkv:
             q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
             row_slices |= {"attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv)}

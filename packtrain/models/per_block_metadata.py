@@ -91,9 +91,8 @@ def per_block_metadata(config: Config) -> dict[str, MetadataValue]:
     every = range(config.block_count)
     num_shared = config.block_count - (config.own_kv or config.block_count)
     metadata = {
-        SHARED_KV: MetadataValue("u32", num_shared),
-        PER_LAYER: MetadataValue("u32", config.embedding_length_per_layer),
-    }
+        SHARED_KV: MetadataValue("u32", num_shared), PER_LAYER: MetadataValue("u32", config.embedding_length_per_layer),
+    }  # fmt: skip
     if config.traits.num_streams:
         metadata[ALTUP_KEYS[0]] = MetadataValue("u32", 0)
         metadata[ALTUP_KEYS[1]] = MetadataValue("u32", config.traits.num_streams)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from packtrain.common import options
 from packtrain.common.errors import InputError
 from packtrain.common.options import DATA, OUTPUT, SOURCE, TRAINING, UPDATE, option, positional
 from packtrain.data.conversations import TRUNCATE_CHOICES
@@ -19,6 +20,7 @@ FULL = {"full": "which trains the weights themselves"}
 UNMERGED = {"merge=none": "which writes the adapter alone"}
 AWARE = {"aware": "which trains what the matrices' own blocks can hold"}
 LORA = partial(option, group="LoRA", conflicts=FULL)
+PREFERENCES = partial(option, group="preferences")
 DISTILLING = partial(TRAINING, requires="teacher")
 PAIR_LOSSES = f"loss={'|'.join(KINDS)}"  # conditions of options, see common.option_rules
 MARGIN_LOSSES = "loss=dpo|simpo|orpo"
@@ -34,9 +36,8 @@ class TuneSettings(RunSettings):
         flags="-o",
     )  # fmt: skip
     data: Path | None = SOURCE(
-        None,
-        "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
-    )
+        None, "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
+    )  # fmt: skip
     ctx: int | None = DATA(
         None, "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
         flags="-c --max-seq-length", min_value=2, max_value=run_settings.MAX_CONTEXT,
@@ -95,33 +96,33 @@ class TuneSettings(RunSettings):
         (), "with --full: tensors to freeze, such as 'token_embd*'; repeatable", metavar="PATTERN", requires="full",
     )  # fmt: skip
 
-    loss: str = TRAINING(
+    loss: str = PREFERENCES(
         NEXT_TOKEN,
         "what is minimized: next-token; or, for pairs of a chosen and a rejected answer, dpo, ipo, simpo or orpo",
         choices=(NEXT_TOKEN, *KINDS),
     )
-    beta: float | None = TRAINING(
+    beta: float | None = PREFERENCES(
         None,
         "losses of pairs: how strongly preferences count beside staying near the base (default: dpo 0.1, ipo 0.1,"
         " simpo 2, orpo 1)", min_value=1e-6, requires=PAIR_LOSSES,
     )  # fmt: skip
-    gamma: float | None = TRAINING(
+    gamma: float | None = PREFERENCES(
         None, "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)", min_value=0,
         requires=MARGIN_LOSSES,
     )  # fmt: skip
-    sft_weight: float | None = TRAINING(
+    sft_weight: float | None = PREFERENCES(
         None,
         "losses of pairs: how much the chosen answer's own likelihood, the mean of its tokens, counts beside the"
         " preference (default: orpo 1, else 0)", min_value=0, requires=PAIR_LOSSES,
     )  # fmt: skip
-    label_smoothing: float = TRAINING(
+    label_smoothing: float = PREFERENCES(
         0.0, "losses of pairs: the share of pairs expected to be the wrong way round", min_value=0, max_value=0.5,
         requires=MARGIN_LOSSES,
     )  # fmt: skip
-    length_normalized: bool = TRAINING(
+    length_normalized: bool = PREFERENCES(
         False, "dpo: mean log-probabilities of an answer's tokens, not their sum", requires="loss=dpo",
     )  # fmt: skip
-    reference_free: bool = TRAINING(
+    reference_free: bool = PREFERENCES(
         False, "dpo: leave the base out of the rewards", requires="loss=dpo"
     )
 
@@ -186,7 +187,7 @@ class TuneSettings(RunSettings):
     warmup_ratio: float = UPDATE(
         0.03, "share of the steps used for learning-rate warm-up", min_value=0, max_value=1
     )
-    weight_decay: float = TRAINING(0.01, "weight decay", min_value=0)
+    weight_decay: float = options.OPTIMIZER(0.01, "weight decay", min_value=0)
 
     @property
     def maps_weights(self) -> bool:

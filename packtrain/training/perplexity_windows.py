@@ -84,9 +84,8 @@ def read_single_text(
         ids.extend(piece_ids)
         if 2 * ids.itemsize * len(ids) > max_nbytes:  # an array that grows is copied
             raise DoesNotFit(
-                f"--memory: {memory} is too small for the tokens of {path}",
-                "give more memory, or a smaller text",
-            )
+                f"--memory: {memory} is too small for the tokens of {path}", "give more memory, or a smaller text",
+            )  # fmt: skip
     return np.frombuffer(ids, np.int32)
 
 

@@ -56,9 +56,8 @@ class ReplayBatches(SampleBatches):
         shape = loss_settings.num_texts, loss_settings.length
         self.text_arrays: dict[str, np.ndarray] = {
             "tokens": np.full((loss_settings.num_texts, loss_settings.length + 1), -1, np.int32),
-            "means": np.zeros((*shape, loss_settings.head_width), np.float16),
-            "constants": np.zeros(shape, np.float32),
-        }
+            "means": np.zeros((*shape, loss_settings.head_width), np.float16), "constants": np.zeros(shape, np.float32),
+        }  # fmt: skip
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         batch, span = super().__getitem__(index), slice(-self.loss_settings.length, None)

@@ -144,7 +144,7 @@ class RunSettings:
         choices=PRECISIONS,
     )
     flash_attn: str = TRAINING(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
-    weight_decay: float = TRAINING(0.1, "weight decay", min_value=0)
+    weight_decay: float = options.OPTIMIZER(0.1, "weight decay", min_value=0)
     max_grad_norm: float = UPDATE(
         1.0, "clip gradients to this global norm; 0 turns clipping off", min_value=0
     )

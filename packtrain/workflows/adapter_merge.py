@@ -48,9 +48,8 @@ class MergeSettings:
         metavar="NAME=TYPE",
     )  # fmt: skip
     calibrate: Path | None = option(
-        None,
-        "conversations or text like the adapters' training data; the merge then keeps more of what they learned",
-    )
+        None, "conversations or text like the adapters' training data; the merge then keeps more of what they learned",
+    )  # fmt: skip
     memory: str | None = option(
         None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
         requires="calibrate",

@@ -76,9 +76,8 @@ class EvaluateSettings:
         " conversations", flags="-c", min_value=3,
     )  # fmt: skip
     all_positions: bool = option(
-        False,
-        "score every token: also the first half of each window of a text, and the prompts of conversations",
-    )
+        False, "score every token: also the first half of each window of a text, and the prompts of conversations",
+    )  # fmt: skip
     lora: tuple[str, ...] = option(
         (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
@@ -99,9 +98,8 @@ class EvaluateSettings:
         None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", min_value=1
     )
     separator: str | None = option(
-        None,
-        f"text between documents; {END_OF_TEXT} on its own line is recognized; '' for one text",
-    )
+        None, f"text between documents; {END_OF_TEXT} on its own line is recognized; '' for one text",
+    )  # fmt: skip
     skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")

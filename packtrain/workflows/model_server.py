@@ -77,9 +77,8 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
         min_value=32, max_value=512,
     )  # fmt: skip
     context_shift: bool = option(
-        False,
-        "an answer that fills the context goes on: tokens in the middle of the text are forgotten",
-    )
+        False, "an answer that fills the context goes on: tokens in the middle of the text are forgotten",
+    )  # fmt: skip
     n_predict: int = option(
         -1, "most tokens of an answer whose request says none; -1: no limit", flags="-n", min_value=-1
     )  # fmt: skip

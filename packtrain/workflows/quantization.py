@@ -60,9 +60,8 @@ class QuantizeSettings:
     resident: str | None = option(None, PAGES, metavar="SIZE", conflicts=BOTH_LIMITS)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     allow_requantize: bool = option(
-        False,
-        "also quantize weights that are already quantized, which loses more; to F32 nothing is lost",
-    )
+        False, "also quantize weights that are already quantized, which loses more; to F32 nothing is lost",
+    )  # fmt: skip
     overwrite: bool = option(False, "replace the output if it exists")
 
 

@@ -23,10 +23,9 @@ class EmbedSettings(generation_settings.ModelOptions):
     prompt: tuple[str, ...] = option((), "a text; repeatable", flags="-p")
     file: Path | None = option(None, "read texts from this file, one a line", flags="-f")
     pooling: str | None = option(
-        None,
-        "the mean of all tokens' vectors, the first one (cls), the last one, or each (none); default: the file's",
+        None, "the mean of all tokens' vectors, the first one (cls), the last one, or each (none); default: the file's",
         choices=embeddings.POOLINGS,
-    )
+    )  # fmt: skip
     embd_normalize: int = option(
         2, "norm of an embedding: -1 none, 0 the largest value is 32760, 1 taxicab, 2 Euclidean, more: p-norm",
         min_value=-1, max_value=100,

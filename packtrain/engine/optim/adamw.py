@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from packtrain import kernels
-from packtrain.common.options import TRAINING
+from packtrain.common.options import OPTIMIZER
 from packtrain.dtypes import f32
 from packtrain.engine import ops
 from packtrain.engine.backends import triton
@@ -33,9 +33,9 @@ class AdamW(Optimizer):
     by_parts: ClassVar[bool] = True
 
     lr: float = 1e-3
-    beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", min_value=0, max_value=0.9999)
-    beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", min_value=0, max_value=0.99999)  # fmt: skip
-    eps: float = TRAINING(
+    beta1: float = OPTIMIZER(0.9, "AdamW: decay of the first moment", min_value=0, max_value=0.9999)
+    beta2: float = OPTIMIZER(0.95, "AdamW: decay of the second moment", min_value=0, max_value=0.99999)  # fmt: skip
+    eps: float = OPTIMIZER(
         1e-8, "AdamW: added to the root of the second moment", min_value=1e-16, max_value=1
     )
     weight_decay: float = 0.1

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from packtrain import kernels
-from packtrain.common.options import TRAINING
+from packtrain.common.options import OPTIMIZER
 from packtrain.dtypes import f32
 from packtrain.engine import tensor
 from packtrain.engine.ops.arrays import flatten, on_host
@@ -38,13 +38,13 @@ class LBFGS(Optimizer):
     first_length: ClassVar[float | None] = 1.0
 
     lr: float = 1.0
-    history: int = TRAINING(6, "L-BFGS: pairs to remember, two vectors each", min_value=1, max_value=100)  # fmt: skip
-    line_search: str = TRAINING(STRONG, "L-BFGS: condition on a step's length", choices=CONDITIONS)
-    armijo: float = TRAINING(1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1,
+    history: int = OPTIMIZER(6, "L-BFGS: pairs to remember, two vectors each", min_value=1, max_value=100)  # fmt: skip
+    line_search: str = OPTIMIZER(STRONG, "L-BFGS: condition on a step's length", choices=CONDITIONS)
+    armijo: float = OPTIMIZER(1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1,
                              conflicts="line_search=none")  # fmt: skip
-    wolfe: float = TRAINING(0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999,
+    wolfe: float = OPTIMIZER(0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999,
                             conflicts="line_search=none|armijo")  # fmt: skip
-    trials: int = TRAINING(20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000,
+    trials: int = OPTIMIZER(20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000,
                           conflicts="line_search=none")  # fmt: skip
 
     def leaf(self) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from packtrain.common.options import TRAINING
+from packtrain.common.options import OPTIMIZER
 from packtrain.engine import ops
 from packtrain.engine.optim.adamw import HYPER, AdamW
 from packtrain.engine.optim.optimizer import StepInputs, Tensors, moment
@@ -29,7 +29,7 @@ class Muon(AdamW):
     by_parts: ClassVar[bool] = False
     for_others: ClassVar[type[AdamW]] = AdamW  # updates what is not orthogonalized
 
-    muon_momentum: float = TRAINING(0.95, "Muon: momentum", min_value=0, max_value=0.9999)
+    muon_momentum: float = OPTIMIZER(0.95, "Muon: momentum", min_value=0, max_value=0.9999)
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return *AdamW.numbers(self, t, lr), self.muon_momentum

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from packtrain import kernels
-from packtrain.common.options import TRAINING
+from packtrain.common.options import OPTIMIZER
 from packtrain.engine import ops
 from packtrain.engine.ops.arrays import flatten, floats
 from packtrain.engine.ops.torch_kernels import real, torch
@@ -71,8 +71,8 @@ class SGD(Optimizer):
     lr: float = 1e-1
     weight_decay: float = 0.0
     decay_axes: int = decay_axes()
-    momentum: float = TRAINING(0.0, "SGD: momentum", min_value=0, max_value=0.9999)
-    nesterov: bool = TRAINING(False, "SGD: Nesterov momentum", requires="momentum")
+    momentum: float = OPTIMIZER(0.0, "SGD: momentum", min_value=0, max_value=0.9999)
+    nesterov: bool = OPTIMIZER(False, "SGD: Nesterov momentum", requires="momentum")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return lr, self.weight_decay, self.momentum

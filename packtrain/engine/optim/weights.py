@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.common.options import TRAINING
+from packtrain.common.options import OPTIMIZER
 from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
 from packtrain.engine.ops.arrays import flatten, noise_stream
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
@@ -75,6 +75,6 @@ def stream_of(w: Tensor) -> int:
 
 def decay_axes() -> Any:
     """Return the option `decay_axes`: weight decay applies to tensors with at least so many axes."""
-    return TRAINING(
+    return OPTIMIZER(
         2, "weight decay of tensors with at least N axes only", min_value=0, max_value=4, requires="weight_decay",
     )  # fmt: skip

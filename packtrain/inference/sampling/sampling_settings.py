@@ -75,9 +75,8 @@ class Sampling:
     dry_allowed_length: int = SAMPLING(2, "DRY: repetitions this long are free", min_value=0)
     dry_penalty_last_n: int = SAMPLING(64, "DRY: how many tokens are searched; -1: all", min_value=-1)  # fmt: skip
     dry_sequence_breaker: tuple[str, ...] = SAMPLING(
-        (),
-        "DRY: text that ends repetitions; repeatable; none: no text (default: line feed, :, quote, *)",
-    )
+        (), "DRY: text that ends repetitions; repeatable; none: no text (default: line feed, :, quote, *)",
+    )  # fmt: skip
     mirostat: int = SAMPLING(0, "1 or 2: Mirostat instead of the other samplers", min_value=0, max_value=2)  # fmt: skip
     mirostat_lr: float = SAMPLING(0.1, "Mirostat's learning rate, eta", min_value=0)
     mirostat_ent: float = SAMPLING(5.0, "Mirostat's target of surprise, tau, in bits", min_value=0)

@@ -31,10 +31,9 @@ odds = pick_lanes([2 * i + 1 for i in range(LANES)], 2)
 
 
 @each_task(
-    "out3, ints1, doubles1, f64, f64, i64, i64",
-    lambda angle_table, pos: (pos.size, 2 * angle_table.shape[1]),
+    "out3, ints1, doubles1, f64, f64, i64, i64", lambda angle_table, pos: (pos.size, 2 * angle_table.shape[1]),
     serial=SERIAL // 8,
-)
+)  # fmt: skip
 def table(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_index):
     """angle_table[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
@@ -85,10 +84,8 @@ def rotate_halves(y, x, angles, width, inverse):
 
 
 @parallel(
-    "out3, in3, in3, boolean, boolean",
-    lambda x: (x.shape[0], x.shape[1] * x.shape[2]),
-    serial=SERIAL,
-)
+    "out3, in3, in3, boolean, boolean", lambda x: (x.shape[0], x.shape[1] * x.shape[2]), serial=SERIAL,
+)  # fmt: skip
 def rope(y, x, angle_table, is_neox, inverse, row_start, row_stop):
     """Rotate the first R of every head's D by the angles of its row; `inverse` by minus the angles.
 

@@ -51,10 +51,9 @@ def unfold(y, x, num_images, channels, sizes, line_start, line_stop):
 
 
 @parallel(
-    "out1, in1, i64, i64, ints1",
-    lambda num_images, channels, sizes: (num_images * channels, plane_work(sizes)),
+    "out1, in1, i64, i64, ints1", lambda num_images, channels, sizes: (num_images * channels, plane_work(sizes)),
     block=VALUES_PER_TASK,
-)
+)  # fmt: skip
 def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
     """Add each value of dy to the place in dx that `unfold` (with equal sizes) read it from: the adjoint of unfold.
 
@@ -81,10 +80,8 @@ def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
 
 
 @parallel(
-    "boolean, out1, in1, i64, ints1",
-    lambda planes, sizes: (planes, plane_work(sizes)),
-    block=VALUES_PER_TASK,
-)
+    "boolean, out1, in1, i64, ints1", lambda planes, sizes: (planes, plane_work(sizes)), block=VALUES_PER_TASK,
+)  # fmt: skip
 def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
     """Write each window's largest value if use_max, else its sum / the window's size; planes = N C, sizes as in unfold.
 
@@ -104,10 +101,8 @@ def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
 
 
 @parallel(
-    "boolean, out1, in1, in1, i64, ints1",
-    lambda planes, sizes: (planes, plane_work(sizes)),
-    block=VALUES_PER_TASK,
-)
+    "boolean, out1, in1, in1, i64, ints1", lambda planes, sizes: (planes, plane_work(sizes)), block=VALUES_PER_TASK,
+)  # fmt: skip
 def pool_back(use_max, dx, dy, x, planes, sizes, plane_start, plane_stop):
     """Gradient of pool: dy goes to the first of a window's largest values if use_max, else to all its values alike.
 

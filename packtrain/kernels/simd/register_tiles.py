@@ -138,15 +138,11 @@ def shared_function(function_name, emit, arg_kinds):
 
 # functions on pointers within a kernel: with addresses LLVM generates slower loops (attention_back: twice as slow)
 product_by_rows = shared_function(
-    "packtrain_rows_product",
-    lambda builder, *args: emit_product(builder, False, *args),
-    "iiipipipib",
-)
+    "packtrain_rows_product", lambda builder, *args: emit_product(builder, False, *args), "iiipipipib",
+)  # fmt: skip
 product_by_columns = shared_function(
-    "packtrain_columns_product",
-    lambda builder, *args: emit_product(builder, True, *args),
-    "iiipipipib",
-)
+    "packtrain_columns_product", lambda builder, *args: emit_product(builder, True, *args), "iiipipipib",
+)  # fmt: skip
 transpose_call = shared_function("packtrain_turn", emit_transpose, "piiipiii")
 
 

@@ -12,9 +12,8 @@ def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Key
     return {
         "logit_scale": hf_config.real("logit_scale", 0.0625),
         "attention.sliding_window": hf_config.size("sliding_window", 4096),
-        "rope.dimension_count": int(hf_config.real("rotary_pct", 1.0) * sizes.head_width),
-        "rope.scaling.type": "none",
-    }
+        "rope.dimension_count": int(hf_config.real("rotary_pct", 1.0) * sizes.head_width), "rope.scaling.type": "none",
+    }  # fmt: skip
 
 
 ARCHITECTURE = arch.Architecture(

@@ -319,6 +319,32 @@ def test_damaged_machine_code_is_compiled_again(
     assert kernel_location(tmp_path, tmp_path) == (str(folder), "")
 
 
+@pytest.mark.parametrize(
+    "error, is_damage",
+    [
+        (MemoryError(), False),
+        (OSError("Could not find/load shared object file 'libllvmlite.so'"), False),
+        (SystemError("error return without exception set"), False),
+        (EOFError("Ran out of input"), True),
+    ],
+)
+def test_a_process_that_lacks_memory_leaves_the_cache_to_others(
+    error: Exception, is_damage: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def fail(name: str) -> None:
+        raise error
+
+    folder = tmp_path / "norm"
+    folder.mkdir()
+    (folder / kernel_cache.CHECKSUM_FILE).write_text("checksum")
+    monkeypatch.setattr(kernel_cache, "needed", lambda name: {name})
+    monkeypatch.setattr(kernel_cache, "complete", lambda name: folder)
+    monkeypatch.setattr(loader, "_imported", fail)
+    with pytest.raises(type(error)):
+        loader.with_numba.__wrapped__("norm")
+    assert folder.exists() == (not is_damage)
+
+
 def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path):
     """Such as after a power failure: softmax is missing, and what it needs cannot be read."""
     shutil.copytree(filled, tmp_path, dirs_exist_ok=True)

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DoesNotFit
-from packtrain.common.files import fcntl
+from packtrain.common.files import fcntl, write_text
 from packtrain.common.gc_control import gc_paused
 from packtrain.common.memory import private_nbytes
 from packtrain.kernels.runtime import environment, kernel_cache, machine_code
@@ -289,7 +289,7 @@ def compile_into(cache_folder: str) -> None:
             with_numba(required_name)
         before = len(dispatchers := machine_code.compiled_dispatchers)
         checksum = machine_code.save(with_numba(name), dispatchers[before:], folder)
-        (folder / kernel_cache.CHECKSUM_FILE).write_text(checksum)
+        write_text(folder / kernel_cache.CHECKSUM_FILE, checksum)
         print(name, flush=True)
 
 
@@ -332,8 +332,10 @@ def _from_cache(name: str) -> Any:
             checksum = (folder / kernel_cache.CHECKSUM_FILE).read_text("utf-8", "replace")
             return machine_code.load(name, folder, checksum, with_numba)
         except (machine_code.DamagedCacheError, OSError) as error:
-            if memory_budget is not None and isinstance(error, OSError):
-                raise MemoryError(str(error)) from None  # it may be the bound that refuses
+            if isinstance(error, OSError) and (memory_budget is not None or error.errno is None):
+                raise MemoryError(
+                    str(error)
+                ) from None  # the bound, or a library that finds no room
             environment.print_message(f"{folder} is damaged")
             kernel_cache.distrust(folder)
             prepare([name])
@@ -349,10 +351,10 @@ def with_numba(name: str) -> Any:
         with_numba(required_name)
     try:
         return set_module(name, _imported(name))
-    except Exception:
+    except Exception as error:
         folder = kernel_cache.complete(name)
-        if folder is None or memory_budget is not None:  # the budget may refuse a sound cache
-            raise
+        if folder is None or isinstance(error, MemoryError | OSError | SystemError):
+            raise  # for lack of memory, say: the cache may be sound, and other processes use it
     kernel_cache.distrust(folder)
     shutil.rmtree(folder, ignore_errors=True)
     return set_module(name, _imported(name))

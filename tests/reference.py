@@ -25,7 +25,8 @@ values stand in brackets: `PACKTRAIN_LORA_RANK='[8, attn_q=16]'`. Further variab
 OTHER_NAMES = """## Names of other tools
 
 `train`, `finetune` and `plan` take these names of llama.cpp's finetune and train-text-from-scratch, mlx-lm, PEFT, TRL,
-axolotl and unsloth, as flags and in YAML files. In all names `_` stands for `-`, and one dash for two: `-epochs`.
+axolotl and unsloth, as flags, in YAML files and as keywords of the [library](library.md). In all names `_` stands for
+`-`, and one dash for two: `-epochs`.
 """
 
 

@@ -122,6 +122,11 @@ def test_files_from_before_gguf(folder: Path, content: bytes, said: str) -> None
     assert refusal_text("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
 
 
+def test_a_zip_file_is_to_be_unpacked(folder: Path) -> None:
+    (folder / "my model.zip").write_bytes(b"PK\3\4" + bytes(60))
+    assert refusal_text("my model.zip").endswith("file; unpack it with: unzip 'my model.zip'")
+
+
 @pytest.mark.parametrize(
     "command",
     ["chat", "generate", "inspect", "data a.txt -m", "finetune --data a.txt", "plan finetune --data a.txt",

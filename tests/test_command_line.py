@@ -39,6 +39,8 @@ def run_main(arguments, capsys) -> tuple[int, list[str]]:
 WRONG = {
     "tran": "there is no command tran; did you mean train?; see packtrain --help",
     "xyzzy": "there is no command xyzzy; there are demo, train, finetune, plan, ",
+    "run m.gguf": "there is no command run; did you mean chat?",
+    "fuse m.gguf a.gguf": "there is no command fuse; did you mean merge?",
     "plan trian": "there is no command plan trian; did you mean train?",
     "train --momory 2GiB": "no option --momory; did you mean --memory?; see packtrain train --help",
     "train --mem 2GiB": "there is no option --mem; did you mean --memory?",

@@ -8,8 +8,8 @@ import pytest
 from packtrain.cli import main as cli
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
-from packtrain.common.familiar_names import ADVICE, ALIASES, TRAINING_OPTION
-from packtrain.common.options import option_fields, read_yaml
+from packtrain.common.familiar_names import ADVICE, ALIASES, COMMAND_NAMES, TRAINING_OPTION
+from packtrain.common.options import from_values, option_fields, read_yaml
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.train_settings import TrainSettings
 
@@ -80,7 +80,7 @@ def test_no_name_is_in_both_tables_or_an_option_already():
         assert not {f"--{name}" for name in (*ALIASES, *ADVICE)} & names.keys()
 
 
-def test_a_long_option_with_one_dash_is_never_the_value_of_a_short_one(capsys, tmp_path):
+def test_an_option_with_one_dash_is_never_another_option_or_its_value(capsys, tmp_path):
     assert parse("finetune", "-opt", "sgd").optimizer == "sgd"
     assert parse("finetune", "-opt=sgd").optimizer == "sgd"
     assert not hasattr(parse("finetune", "-opt=sgd"), "output")
@@ -89,6 +89,10 @@ def test_a_long_option_with_one_dash_is_never_the_value_of_a_short_one(capsys, t
         (["finetune", "-otuned.gguf"], "there is no option -otuned.gguf"),
         (["generate", "m.gguf", "-prompd"], "there is no option -prompd; did you mean --prompt?"),
         (["finetune", "-bs", "4"], "there is no option -bs"),
+        (["finetune", "m.gguf", "-n", "50"], "there is no option -n; see"),  # not -ngl
+        (["train", "-l", "1e-3"], "there is no option -l; see"),  # not -lr
+        (["generate", "-m", "m.gguf"], "there is no option -m; MODEL, a GGUF file, is the first"),
+        (["chat", "-hf", "owner/name"], "there is no option -hf; packtrain downloads nothing"),
     ):
         with pytest.raises(SystemExit):
             main(words)
@@ -109,6 +113,26 @@ def test_other_commands_know_no_names_of_training(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "m.gguf", "--max-length", "100"])
     assert "there is no option --max-length; see" in capsys.readouterr().err
+
+
+def test_keywords_may_have_names_of_other_tools():
+    settings = from_values(
+        TuneSettings, {"learning_rate": 1e-3, "max_steps": 7, "lora_r": "4"}, None
+    )
+    assert (settings.lr, settings.iters, settings.lora_rank) == (1e-3, 7, ("4",))
+    for name, sentence in (
+        ("target_modules", "no setting target_modules; --lora-modules takes GGUF's names"),
+        ("itres", "there is no setting itres; did you mean iters?"),
+    ):
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            from_values(TuneSettings, {name: 7}, None)
+    with pytest.raises(InputError, match=r"^lr and learning_rate are one setting; leave one"):
+        from_values(TuneSettings, {"lr": 1e-3, "learning_rate": 1e-3}, None)
+
+
+def test_commands_of_other_tools_are_answered_by_commands():
+    assert set(COMMAND_NAMES.values()) <= cli.COMMANDS.keys()
+    assert not COMMAND_NAMES.keys() & cli.COMMANDS.keys()
 
 
 def test_a_setting_stands_once_in_a_file(tmp_path):

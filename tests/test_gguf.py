@@ -130,7 +130,7 @@ BAD = {
     "t has unknown tensor type 31": head(tensors=1) + tensor_bytes(b"t", [1], 31, 0),
     "rows of t have 33 elements; q8_0 packs 32 each": head(tensors=1) + tensor_bytes(b"t", [33], 8, 0),
     "t is at offset 7, no multiple of the alignment 32": head(tensors=1) + tensor_bytes(b"t", [1], 0, 7) + bytes(99),
-    "t needs 4000 bytes at offset 0, the file has 0": head(tensors=1) + tensor_bytes(b"t", [1000], 0, 0),
+    "t needs 4000 bytes at offset 0, the file has 0; download": head(tensors=1) + tensor_bytes(b"t", [1000], 0, 0),
     "t has shape [2, 4611686018427387904, 4611686018427387904]; nothing": head(tensors=1)
     + tensor_bytes(b"t", [1 << 62, 1 << 62, 2], 0, 0),
     "t has shape [0, 9223372036854775807]; nothing": head(tensors=1)

@@ -25,7 +25,7 @@ from packtrain.cli import drop_output, print_message
 from packtrain.common import errors
 from packtrain.common.debug import flags as debug_flags
 from packtrain.common.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
-from packtrain.common.familiar_names import advice, canonical_option
+from packtrain.common.familiar_names import COMMAND_NAMES, advice, canonical_option
 from packtrain.common.gc_control import gc_paused
 from packtrain.common.options import (
     VARIABLE_PREFIX,
@@ -191,14 +191,10 @@ def _parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] |
     """Parse the command line; without a command, prints the help and returns None."""
     options, unknown_arguments = parser.parse_known_args(arguments)
     if not hasattr(options, "command"):
-        if unknown_arguments:
-            parser.error(f"there is no option {unknown_arguments[0]}")
         parser.print_help()
         return None
     if unknown_arguments:
-        argument = unknown_arguments[0]
-        problem = "there is no option" if argument.startswith("-") else "unexpected argument"
-        options.parser.error(f"{problem} {argument}")
+        options.parser.error(f"unexpected argument {unknown_arguments[0]}")
     return options
 
 
@@ -277,9 +273,8 @@ class _CommandParser(argparse.ArgumentParser):
     groups: Sequence[str] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(
-            *args, **(kwargs | {"allow_abbrev": False, "formatter_class": _OptionHelpFormatter})
-        )
+        kwargs |= {"allow_abbrev": False, "formatter_class": _OptionHelpFormatter}
+        super().__init__(*args, **kwargs)
 
     def format_help(self) -> str:
         if not self.common:
@@ -310,8 +305,8 @@ class _CommandParser(argparse.ArgumentParser):
         if option := canonical_option(name, names):
             return f"{option}{equals}{value}"
         has_value = name[:2] in names and not name[2:3].isalpha()  # -t4
-        suggestion = advice(name, names) or did_you_mean(name, names) * bool(name[2:])
-        if " " not in name and (name[2:] or suggestion) and not has_value:
+        if " " not in name and not has_value:  # argparse would take -n for -ngl
+            suggestion = advice(name, names) or did_you_mean(name, names) * bool(name[2:])
             self.error(f"there is no option {name}{suggestion}")
         return word
 
@@ -322,9 +317,10 @@ class _CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             commands = [*action.choices]
-            suggestion = did_you_mean(value, commands) or f"; there are {', '.join(commands)}"
-            fact = f"there is no command {self.prog.partition(' ')[2]} {value}{suggestion}"
-            self.error(fact.replace("  ", " "))
+            meant = did_you_mean(COMMAND_NAMES.get(value, value), commands)
+            suggestion = meant or f"; there are {', '.join(commands)}"
+            words = [*self.prog.split()[1:], value]
+            self.error(f"there is no command {' '.join(words)}{suggestion}")
 
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument (?:\S+/)?", "", printable(message))
@@ -347,13 +343,12 @@ def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentPars
                 commands.add_parser(name.partition(" ")[0], help=command_summary(name))
             continue
         summary, example = command_summary(name), "".join(COMMANDS[name][2:])
+        texts: dict[str, Any] = {"help": summary, "description": summary}
         epilog = f"example: packtrain {example or name}; {VARIABLES_HELP}"
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
-            subparser = commands.add_parser(group, help=summary, description=summary)
+            subparser = commands.add_parser(group, **texts)
             groups[group] = subparser.add_subparsers(metavar="COMMAND", required=True)
-        subparser = groups[group].add_parser(
-            subcommand, help=summary, description=summary, epilog=epilog
-        )
+        subparser = groups[group].add_parser(subcommand, **texts, epilog=epilog)
         settings_class = settings_class_of(name)
         subparser.set_defaults(command=name, parser=subparser)
         subparser.common = getattr(settings_class, "COMMON", "").split()

@@ -1,12 +1,16 @@
 """Names of options in llama.cpp's finetune and train-text-from-scratch, mlx-lm, PEFT, TRL, axolotl and unsloth.
 
-ALIASES mean exactly what packtrain's option means, and are taken on the command line and in YAML files. ADVICE names
-packtrain's option where the meaning differs. In both, _ stands for -, and one dash for two.
+ALIASES mean exactly what packtrain's option means, and are taken as flags, keywords and in YAML files. ADVICE names
+packtrain's option where the meaning differs. In both, _ stands for -, and one dash for two. COMMAND_NAMES: commands.
 """
 
 from collections.abc import Collection
 
 TRAINING_OPTION = "--grad-accumulation-steps"  # which commands that train have
+_COMMAND_ROWS = (
+    "run: chat; lora sft: finetune; fuse export-lora: merge; show: inspect; perplexity: eval"
+)
+COMMON_NAMES = "m", "model", "hf", "hf-repo"  # whose advice holds for every command
 _ALIAS_ROWS = """
 --optimizer: opt; --weight-decay: wd adam-decay; --decay-axes: adam-decay-min-ndim; --lr: adam-alpha
 --lr-min: learning-rate-min; --beta1: adam-beta1; --beta2: adam-beta2; --eps: adam-epsilon
@@ -14,8 +18,8 @@ _ALIAS_ROWS = """
 --epochs: num-train-epochs num-epochs; --iters: max-steps adam-iter; --batch-size: batch
 --grad-accumulation-steps: grad-acc gradient-accumulation-steps; --ctx: ctx-size max-length sequence-len cutoff-len
 --val-split: val-set-size; --steps-per-eval: eval-steps; --steps-per-report: logging-steps; --save-every: save-steps
---patience: early-stopping-patience; --seed: random-state; --data: train-data; --fill-samples: fill-with-next-samples
---vocab: vocab-model; --dim: embd; --ffn: ff; --heads: head; --layers: layer; --lora-rank: lora-r r
+--patience: early-stopping-patience; --seed: random-state; --data: train-data f; --fill-samples: fill-with-next-samples
+--vocab: vocab-model; --dim: embd; --ffn: ff; --heads: head; --layers: layer; --lora-rank: lora-r r rank
 --rslora: use-rslora; --num-layers: lora-layers; --pack: packing sample-packing
 --mask-prompt: assistant-only-loss completion-only-loss
 """
@@ -43,17 +47,22 @@ dataset dataset-name datasets train-file: --data takes a file or folder
 lora-target-modules target-modules lora-target-linear: --lora-modules takes GGUF's names: q_proj is attn_q
 lora-parameters: use lora_rank, lora_alpha (rank times scale), lora_dropout and lora_modules
 fine-tune-type finetuning-type load-adapter use-lora train-type: LoRA is the default; --full trains the weights
-load-in-4bit load-in-8bit quantize: the base keeps the types of its GGUF file, quantized or not
+load-in-4bit load-in-8bit qlora quantize: the base keeps the types of its GGUF file, quantized or not
 bf16 fp16 dtype torch-dtype: --precision is that of products; the base keeps the types of its GGUF file
 grad-checkpoint gradient-checkpointing: --recompute is blocks, sqrt or none, or auto, which does what --memory needs
 use-gradient-checkpointing use-checkpointing no-checkpointing: --recompute is blocks, sqrt, none or auto
 use-flash no-flash flash-attention attn-implementation: --flash-attn is auto, on or off
 train-on-inputs: --no-mask-prompt trains on prompts, too
-loss-type: --loss is next-token, dpo, ipo, simpo or orpo
+loss-type dpo orpo simpo: --loss is next-token, dpo, ipo, simpo or orpo
 sample-random-offsets overlapping-samples: --random-offsets starts each epoch at a random place
+hf hf-repo: packtrain downloads nothing; `packtrain help base` says where GGUF files are
+mmap no-mmap mlock: the base is always mapped from its file; --resident limits its pages in memory
+cpu gpu cuda use-cpu: --device is cpu, torch:cpu, cuda or mps
+dry-run: `packtrain plan train` and `packtrain plan finetune` run nothing
+force overwrite-output-dir: --overwrite replaces the earlier run and its result
 escape: \n and \t in texts are always read as a line feed and a tab
 separate-with-eos separate-with-bos include-sample-start: --separator is the text between documents
-report-to: --tensorboard writes its events, metrics.jsonl has every step, --watch shows curves
+report-to wandb wandb-project: --tensorboard writes its events, metrics.jsonl has every step, --watch shows curves
 """
 
 
@@ -69,6 +78,7 @@ ALIASES = {
     for name in names.split()
 }
 ADVICE = _table(_ADVICE_ROWS.splitlines())
+COMMAND_NAMES = _table(_COMMAND_ROWS.split("; "))
 
 
 def stem(name: str) -> str:
@@ -89,4 +99,5 @@ def canonical_option(name: str, options: Collection[str]) -> str | None:
 def advice(name: str, options: Collection[str]) -> str:
     """Return what to use instead of another tool's option: `; --resume continues …`, or an empty text."""
     key = stem(name)
-    return f"; {ADVICE[key]}" if key in ADVICE and TRAINING_OPTION in options else ""
+    is_option = TRAINING_OPTION in options or key in COMMON_NAMES
+    return f"; {ADVICE[key]}" if key in ADVICE and is_option else ""

@@ -208,7 +208,8 @@ def from_flags(cls: type[T], namespace: argparse.Namespace) -> T:
 
 def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
     """Build settings from plain values, each checked against its field's type, choices and bounds."""
-    return _complete(cls, check_values(cls, values, source), source and "")
+    named_values = _by_setting(cls, values, f"{source}: " if source else "")
+    return _complete(cls, check_values(cls, named_values, source), source and "")
 
 
 def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") -> T:
@@ -247,11 +248,7 @@ def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
 
 
 def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str | None) -> Any:
-    names = _fields_by_name(cls)
-    field = names.get(name)
-    if field is None:
-        suggestion = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-        raise InputError(f"{f'{source}: ' if source else ''}there is no setting {name}{suggestion}")
+    field = _fields_by_name(cls)[name]
     value_type, is_list = _value_type(hints[name])
     if is_list:
         value_list = value if isinstance(value, (list, tuple)) else [value]
@@ -320,11 +317,7 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
         raise InputError(f"--config: {path} is not UTF-8 text: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path}: a settings file has lines like `lr: 0.001`")
-    names = {key: _setting_name(cls, key, path) for key in values}
-    for name in names.values():
-        if len(keys := [key for key in names if names[key] == name]) > 1:
-            raise InputError(f"{path}: {' and '.join(keys)} are one setting; leave one of them out")
-    return {names[key]: value for key, value in values.items()}
+    return _by_setting(cls, values, f"{path}: ")
 
 
 def _parse_yaml(text: str, source: str | Path) -> Any:
@@ -341,16 +334,26 @@ def _parse_yaml(text: str, source: str | Path) -> Any:
     return values
 
 
-def _setting_name(cls: type, key: str, path: str | Path) -> str:
-    """Return the setting that a key means by its name, a flag or another tool's name. Raises InputError with advice."""
-    if key in _fields_by_name(cls):
+def _by_setting(cls: type, values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return values by setting; keys are its name, a flag or another tool's name. Raises InputError after `place`."""
+    names = {key: _setting_name(cls, key, place) for key in values}
+    for name in names.values():
+        if len(keys := [key for key in names if names[key] == name]) > 1:
+            raise InputError(f"{place}{' and '.join(keys)} are one setting; leave one of them out")
+    return {names[key]: value for key, value in values.items()}
+
+
+def _setting_name(cls: type, key: str, place: str) -> str:
+    if key in (settings := _fields_by_name(cls)):
         return key
     names = {
         name: f.name for f in _fields(cls) for name in [flag(f.name), *f.metadata.get("flags", ())]
     }
-    if suggestion := advice(key, names):
-        raise InputError(f"{path}: there is no setting {key}{suggestion}")
-    return names.get(canonical_option(flag(key), names) or "", key)
+    if name := canonical_option(flag(key), names):
+        return names[name]
+    suggestion = advice(key, names) or did_you_mean(key, settings)
+    suggestion = suggestion or f"; there are {', '.join(settings)}"
+    raise InputError(f"{place}there is no setting {key}{suggestion}")
 
 
 def to_yaml(settings: Any) -> str:

@@ -183,9 +183,8 @@ class GGUFPart:
                 fact = f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
                 raise self._wrong(fact)
             if e.nbytes > left_nbytes:
-                raise self._wrong(
-                    f"{shown} needs {e.nbytes} bytes at offset {e.offset}, the file has {max(left_nbytes, 0)}"
-                )
+                fact = f"{shown} needs {e.nbytes} bytes at offset {e.offset}"
+                raise self._wrong(f"{fact}, the file has {max(left_nbytes, 0)}; download it again")
         data_end, previous_name = 0, ""
         for e in sorted(self.entries.values(), key=lambda info: (info.offset, info.nbytes)):
             if e.nbytes and e.offset < data_end:

@@ -66,8 +66,7 @@ def _ollama_advice(text: str, host: str | None, owner: str | None, name: str, ta
 
 def _folder_advice(folder: Path) -> str:
     files = sorted(file.name for file in folder.iterdir())
-    gguf_names = [name for name in files if name.endswith(".gguf")]
-    if gguf_names:
+    if gguf_names := [name for name in files if name.endswith(".gguf")]:
         return f"; it has {shortlist(gguf_names)}: give one of them"
     base = " --base BASE.gguf" if "adapter_config.json" in files else ""
     if base or "config.json" in files or any(name.endswith(".safetensors") for name in files):
@@ -89,6 +88,8 @@ def content_advice(path: Path, first_bytes: bytes) -> str:
         return "; it stands for a file in Git LFS, which `git lfs pull` in its folder downloads"
     if older := OLDER_FORMATS.get(first_bytes[:4]):
         return f"; it is {older} of llama.cpp from before GGUF, which nothing here reads: get the model as a GGUF file"
+    if path.suffix.lower() == ".zip":
+        return f"; unpack it with: unzip {shlex.quote(str(path))}"
     if first_bytes.startswith((b"PK\x03\x04", b"\x80\x02")):
         return f"; it is a file of PyTorch's: {_convert(path.parent)} makes a GGUF file of its folder, from safetensors"
     if path.suffix == ".safetensors" or first_bytes[8:9] == b"{":

@@ -26,7 +26,7 @@ from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import read_scaled, split_scale
 from packtrain.models.rewrite_model import merged_rows, stored_dtype, write_changed
 from packtrain.workflows.calibration_data import calibration, limited_reading
-from packtrain.workflows.quantization import WrittenModel, line, writable_dtype
+from packtrain.workflows.quantization import CALIBRATION_MEMORY, WrittenModel, line, writable_dtype
 
 OUTPUT_HEAD = "output.weight"
 CALIBRATE_ADVICE = "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
@@ -50,10 +50,7 @@ class MergeSettings:
     calibrate: Path | None = option(
         None, "conversations or text like the adapters' training data; the merge then keeps more of what they learned",
     )  # fmt: skip
-    memory: str | None = option(
-        None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
-        requires="calibrate",
-    )  # fmt: skip
+    memory: str | None = option(None, CALIBRATION_MEMORY, requires="calibrate")
     resident: str | None = option(None, PAGES, metavar="SIZE", conflicts=BOTH_LIMITS)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     overwrite: bool = option(False, "replace the output if it exists")

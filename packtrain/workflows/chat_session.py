@@ -31,10 +31,7 @@ class ChatSettings(GenerationSettings):
         1024, "most tokens of an answer; -1: until the context is full", flags="-n", min_value=-1
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
-    reasoning: str = option(
-        generation_settings.REASONING_MODES[0], generation_settings.REASONING_HELP,
-        choices=generation_settings.REASONING_MODES,
-    )  # fmt: skip
+    reasoning: str = generation_settings.REASONING()
 
 
 @name_keywords

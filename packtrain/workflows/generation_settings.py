@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from packtrain.common.events import Events
 from packtrain.common.files import read_text
 from packtrain.common.memory import total_nbytes
 from packtrain.common.option_rules import check_rules, refuse_changed
-from packtrain.common.options import MODEL, SAMPLING, flag, positional
+from packtrain.common.options import MODEL, SAMPLING, flag, option, positional
 from packtrain.data.chat_template import choose_template, load_template, template_source
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
@@ -48,8 +49,8 @@ SAMPLER_PARTS = {
     "mirostat": ("mirostat_lr", "mirostat_ent"),
     "dry_multiplier": ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breaker"),
 }  # fmt: skip
-REASONING_MODES = AUTO, "on", "off"
 REASONING_HELP = "whether the chat template lets the model think: off, or on (auto) where it can"
+REASONING = partial(option, AUTO, REASONING_HELP, choices=(AUTO, "on", "off"))
 SWA_FULL_HELP = "layers with a sliding window keep all tokens in the cache, not only the window's"
 
 

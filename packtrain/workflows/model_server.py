@@ -91,10 +91,7 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     reasoning_format: str = option(
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
     )  # fmt: skip
-    reasoning: str = option(
-        generation_settings.REASONING_MODES[0], generation_settings.REASONING_HELP,
-        choices=generation_settings.REASONING_MODES,
-    )  # fmt: skip
+    reasoning: str = generation_settings.REASONING()
     swa_checkpoints: int = MODEL(
         4, "states of the window that are kept for each slot", flags="--ctx-checkpoints", min_value=0,
     )  # fmt: skip

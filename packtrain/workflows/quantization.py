@@ -31,6 +31,7 @@ WAITING = 8 * MIB  # bytes of converted values that may wait, so that writing an
 FILE_TYPE_KEY, VERSION_KEY = "general.file_type", "general.quantization_version"
 DROPPED_KEYS = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
 WEIGHTS = "measure them with `packtrain imatrix`, and give --imatrix, or give data with --calibrate"
+CALIBRATION_MEMORY = "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read"
 TYPE_NAMES = ", ".join(str(dtype) for dtype in WRITABLE)
 
 
@@ -53,10 +54,7 @@ class QuantizeSettings:
         "text or conversations like those the model is for: rounding then changes least what it computes on them",
         metavar="DATA", conflicts={"imatrix": "{flag}: the data says more than --imatrix; give one of them"},
     )  # fmt: skip
-    memory: str | None = option(
-        None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
-        requires="calibrate",
-    )  # fmt: skip
+    memory: str | None = option(None, CALIBRATION_MEMORY, requires="calibrate")
     resident: str | None = option(None, PAGES, metavar="SIZE", conflicts=BOTH_LIMITS)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     allow_requantize: bool = option(

@@ -182,15 +182,17 @@ def test_answers_are_learned_beside_texts_of_the_base(
 
 
 def test_step_1_has_no_divergence(folder: Path, tmp_path: Path) -> None:
-    """An adapter begins as the base: the loss is that without texts."""
-    first_losses = []
+    """An adapter begins as the base: the loss is that without texts. A token that counts 9 is one token."""
+    first_losses, num_tokens = [], []
     for flags in (["--replay", "0"], ["--replay", "4", "--replay-weight", "9"]):
         assert (
             run_finetune(folder, tmp_path / "tuned.gguf", "--iters", "1", "--overwrite", *flags)
             == 0
         )
         first_losses.append(read_losses(tmp_path / "tuned.gguf")[0])
+        num_tokens.append(metrics_file.read(tmp_path / "tuned.run" / "metrics.jsonl")[0]["tokens"])
     assert first_losses[1] == pytest.approx(first_losses[0], abs=2e-3)
+    assert num_tokens[1] == num_tokens[0] + 2 * 128  # two rows
 
 
 def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(

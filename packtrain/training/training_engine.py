@@ -216,21 +216,22 @@ class TrainingEngine(StepEngine):
 
     def step(self, batches: Sequence[Batch], step_number: int, lr: float) -> TrainStepResult:
         """Train on the micro-batches of a step, counted from 1. Raises NotFinite after MAX_BAD_STEPS bad steps."""
-        tokens = current_world().total(float(sum(batch["weights"].sum() for batch in batches)))
-        shares = self._shares(batches, tokens, step_number)
+        weights = [batch["weights"] for batch in batches]  # a text for replay counts more than once
+        local_sums = float(sum(w.sum() for w in weights)), sum(map(np.count_nonzero, weights))
+        total_weight, num_tokens = np.array(current_world().gather(local_sums)).sum(0).tolist()
+        shares = self._shares(batches, total_weight, step_number)
         num_updates = step_number - self.optimizer_start
         step, result = self.run_step(self.optimizer, shares, step_number, num_updates, lr)
         skip_reason = self.diagnose(step, result)
-        norm, preference = float(result["squares"]) ** 0.5, self.plans.shape.preference
+        loss, norm = float(result["loss"]), float(result["squares"]) ** 0.5
+        preference = self.plans.shape.preference
         extra_metrics = {}
         if preference:
             all_pairs = current_world().gather([*self._pair_measures(preference, batches, step)])
             extra_metrics = pair_summary(chain.from_iterable(all_pairs))
         if self.sums is not None:
             extra_metrics = {**extra_metrics, **self.sums.exchange_seconds()}
-        return TrainStepResult(
-            float(result["loss"]), norm, int(tokens), skip_reason, step.note, extra_metrics
-        )
+        return TrainStepResult(loss, norm, int(num_tokens), skip_reason, step.note, extra_metrics)
 
     def _pair_measures(
         self, preference: PreferenceLoss, batches: Sequence[Batch], engine_step: EngineStep
@@ -242,18 +243,18 @@ class TrainingEngine(StepEngine):
             yield pair_measures(preference, logps[:rows], batch)
             logps = logps[rows:]
 
-    def _shares(self, batches: Sequence[Batch], tokens: float, step_number: int) -> list[Batch]:
-        """Return each micro-batch's inputs, weights divided by `tokens`: the step's trained tokens on all ranks."""
+    def _shares(
+        self, batches: Sequence[Batch], total_weight: float, step_number: int
+    ) -> list[Batch]:
+        """Return each micro-batch's inputs, weights divided by `total_weight`: their sum on all ranks."""
         if self.plans.shape.preference:
             local_pairs = float(sum(batch[PAIRS].sum() for batch in batches))
             num_pairs = np.float32(current_world().total(local_pairs) or 1)
             shares = [{**b, **with_targets(b), PAIRS: b[PAIRS] / num_pairs} for b in batches]
             shares = [{n: v for n, v in share.items() if n != "weights"} for share in shares]
         else:
-            token_count = np.float32(tokens or 1)
-            shares = [
-                {**b, **with_targets(b), "weights": b["weights"] / token_count} for b in batches
-            ]
+            total = np.float32(total_weight or 1)
+            shares = [{**b, **with_targets(b), "weights": b["weights"] / total} for b in batches]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
             first, step = current_world().rank * len(shares), step_number - 1

@@ -122,6 +122,8 @@ def split_settings(cls: type[S], keywords: dict[str, Any], **named: Any) -> tupl
     setting_values = {n: value for n, value in task_settings.items() if n not in CALLBACK_NAMES}
     if type(setting_values.get("memory")) is int:
         setting_values["memory"] = f"{setting_values['memory']}B"
+    if isinstance(columns := setting_values.get("columns"), dict):
+        setting_values["columns"] = ",".join(f'"{name}"={field}' for name, field in columns.items())
     for name in setting_values.keys() & {"data", "calibrate"}:
         setting_values[name] = records_path(setting_values[name], name)
     return from_values(cls, setting_values, None), LibraryCallbacks(**callbacks)

@@ -122,6 +122,15 @@ def test_files_from_before_gguf(folder: Path, content: bytes, said: str) -> None
     assert refusal_text("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
 
 
+def test_a_run_folder_is_answered_by_its_model_and_adapter(folder: Path) -> None:
+    (folder / "my.run").mkdir()
+    for name in ("run.yaml", "checkpoint.gguf"):
+        (folder / "my.run" / name).touch()
+    assert refusal_text("my.run").endswith("; it is a run's folder: give its model, my.gguf")
+    (folder / "my.run" / "adapter.gguf").touch()
+    assert refusal_text("my.run").endswith("my.gguf or its adapter, my.run/adapter.gguf")
+
+
 def test_a_zip_file_is_to_be_unpacked(folder: Path) -> None:
     (folder / "my model.zip").write_bytes(b"PK\3\4" + bytes(60))
     assert refusal_text("my model.zip").endswith("file; unpack it with: unzip 'my model.zip'")

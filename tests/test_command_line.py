@@ -344,6 +344,7 @@ def test_help_of_a_package_in_an_archive_or_without_sources(tmp_path, monkeypatc
     [
         (["train", "--data", ""], "--data is empty; give a name"),
         (["train", "-o", "no.gguf", "--resume"], "--resume: no.run holds no run to continue"),
+        (["finetune", "-o", "no.gguf", "--resume"], "--resume: no.run holds no run to continue"),
         (["plan", "train", "--layers", "9999"], "--layers is 9999; it must be from 1 to 1024"),
         (["plan", "train", "--ctx", "99999999999"], "it must be from 2 to 16777216"),
     ],

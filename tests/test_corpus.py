@@ -451,6 +451,7 @@ def test_the_least_memory_to_read_the_data_leaves_room_for_a_larger_process(tmp_
     monkeypatch.setattr(token_cache, "private_nbytes", lambda: 100 << 20)
     with pytest.raises(DoesNotFit, match="needs at least") as error:
         prepare_corpus(text_of(data), tmp_path / "cache", silent, "8MiB")
+    assert error.value.__context__ is None  # not that the cache has no tokens yet
     named = parse_size(str(error.value).split()[-1], "--memory")
     monkeypatch.setattr(token_cache, "private_nbytes", lambda: 103 << 20)
     prepare_corpus(text_of(data), tmp_path / "cache", silent, f"{named}B")

@@ -106,6 +106,13 @@ def test_errors_are_the_sentences_of_the_command_line_with_keywords(
         pt.plan(pt.evaluate, text)
 
 
+def test_columns_are_a_dict_too(text: Path, tmp_path: Path) -> None:
+    rows = [{"Body, all": line} for line in text.read_text().splitlines()]
+    options = {"output": tmp_path / "m.gguf", "iters": 1, **SMALL}
+    planned = pt.plan(pt.train, rows, columns={"Body, all": "text"}, **options)
+    assert planned.job.settings.columns == '"Body, all"=text'
+
+
 def test_a_plan_is_that_of_the_run(text: Path, tmp_path: Path) -> None:
     options = {"output": tmp_path / "m.gguf", "iters": 1, **SMALL}
     planned = pt.plan(pt.train, text, **options)

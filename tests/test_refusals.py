@@ -256,6 +256,20 @@ def test_checkpoints_of_older_versions_are_compared_by_what_they_know():
     assert differences(old_record, vocab, TrainSettings) == [text]
 
 
+def test_a_run_that_never_began_cannot_go_on(tmp_path, capsys):
+    for words in (["train"], ["finetune"], ["finetune", "base.gguf"]):
+        line = refusal_line(capsys, [*words, "-o", str(tmp_path / "m.gguf"), "--resume"])
+        assert (
+            f"--resume: {tmp_path / 'm.run'} holds no run to continue; -o names its model" in line
+        )
+
+
+def test_a_misspelt_file_of_data_is_answered_by_the_one_that_is_there(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("a text")
+    words = ["train", "--data", str(tmp_path / "note.txt")]
+    assert refusal_line(capsys, words).endswith("note.txt does not exist; did you mean notes.txt?")
+
+
 def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # noqa: F811
     data_copy = tmp_path / "mine.txt"
     shutil.copyfile(data, data_copy)

@@ -236,7 +236,11 @@ def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Name
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.run_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"
-        options.config = run_file if run_file.exists() else None
+        if run_file.exists():
+            options.config = run_file
+        elif not hasattr(options, "data"):
+            fact = f"--resume: {run_file.parent} holds no run to continue"
+            raise InputError(f"{fact}; -o names its model")
     return options
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from packtrain.common.errors import InputError
 from packtrain.common.mapped_file import page_budget
+from packtrain.common.text import did_you_mean
 
 Check = Callable[[Path], object]  # checks a complete file before its renaming; `bool` accepts all
 NUMBERS = count()  # of temporary files: if several threads write one file, the last rename wins
@@ -224,7 +225,8 @@ def require_existing(path: str | Path, field: str) -> Path:
     missing or cannot be read."""
     path = Path(path)
     if not path.exists():
-        raise InputError(f"{field}: {path} does not exist")
+        peers = os.listdir(path.parent) if path.parent.is_dir() else ()
+        raise InputError(f"{field}: {path} does not exist{did_you_mean(path.name, peers)}")
     if not path.is_file() and not path.is_dir():
         raise InputError(f"{field}: {path} is not a regular file; save its contents to one first")
     if not os.access(path, os.R_OK):

@@ -49,11 +49,10 @@ def read_or_build(
 ) -> Result:
     """Return read(folder), a folder of the cache, which a child running `module` on `recipe` fills first if it is
     missing or damaged; options of `build_folder`."""
-    try:
+    with suppress(OSError, ValueError):
         return read(folder)
-    except (OSError, ValueError):
-        build_folder(folder, module, asdict(recipe), *options)
-        return read(folder)
+    build_folder(folder, module, asdict(recipe), *options)
+    return read(folder)
 
 
 def report_progress(

@@ -26,18 +26,17 @@ def missing_model(path: Path) -> str:
     """Return advice for a path that cannot be opened, `; it is …`; empty if there is none."""
     if os.path.isdir(path):
         return _folder_advice(path)
+    if os.path.exists(path):  # no error where pathlib raises one, as for a name that is too long
+        return ""
     text, peers = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
-    path_exists = os.path.exists(path)  # False where pathlib raises, as for a name that is too long
-    if (ollama_match := OLLAMA_PATTERN.fullmatch(text)) and not path_exists:
+    if ollama_match := OLLAMA_PATTERN.fullmatch(text):
         return _ollama_advice(text, *ollama_match.groups())
     hub_match = REPOSITORY.fullmatch(text)
     is_local = path.suffix == ".gguf" or os.path.isdir(path.parent)
-    if hub_match and not path_exists and (re.match(HUB, text) or not is_local):
+    if hub_match and (re.match(HUB, text) or not is_local):
         return _hugging_face_advice(hub_match[1], hub_match[3], hub_match[4])
     if not os.path.isdir(path.parent):
         return f"; there is no folder {path.parent}"
-    if path_exists:
-        return ""
     return did_you_mean(path.name, peers) or (f"; there are {shortlist(peers)}" if peers else "")
 
 
@@ -66,6 +65,9 @@ def _ollama_advice(text: str, host: str | None, owner: str | None, name: str, ta
 
 def _folder_advice(folder: Path) -> str:
     files = sorted(file.name for file in folder.iterdir())
+    if "run.yaml" in files:
+        adapter = f" or its adapter, {folder / 'adapter.gguf'}" if "adapter.gguf" in files else ""
+        return f"; it is a run's folder: give its model, {folder.with_suffix('.gguf')}{adapter}"
     if gguf_names := [name for name in files if name.endswith(".gguf")]:
         return f"; it has {shortlist(gguf_names)}: give one of them"
     base = " --base BASE.gguf" if "adapter_config.json" in files else ""

@@ -150,9 +150,8 @@ class TuneSettings(RunSettings):
         None,
         "texts that the base writes before step 1; the tuned model stays near the base in them, so that it forgets"
         " less; 0: none (default: 64, for adapters that learn answers)",
-        min_value=0,
-        max_value=100_000,
-    )
+        min_value=0, max_value=100_000,
+    )  # fmt: skip
     replay_weight: float = TRAINING(
         3.0, "how much these texts count, where the data counts 1", min_value=1e-6, max_value=1e6,
         conflicts="replay=0",
@@ -181,9 +180,8 @@ class TuneSettings(RunSettings):
         None,
         "peak learning rate (default: 1e-4 at a width of 4096, 4.4e-4 at 640; a tenth with --full or for pairs; 1 with"
         " lbfgs)",
-        flags="--learning-rate -lr",
-        min_value=0,
-    )
+        flags="--learning-rate -lr", min_value=0,
+    )  # fmt: skip
     warmup_ratio: float = UPDATE(
         0.03, "share of the steps used for learning-rate warm-up", min_value=0, max_value=1
     )

@@ -242,9 +242,8 @@ class RunSettings:
         None,
         "blocks on --device, the last ones, with what follows them if it is more than there are; the others are on the"
         " cpu. auto: as many as fit",
-        flags="-ngl --n-gpu-layers",
-        metavar="N",
-    )
+        flags="-ngl --n-gpu-layers", metavar="N",
+    )  # fmt: skip
     split: str | None = MEMORY(
         None, "shares of the blocks for each of --device, such as 3,5 (default: by --device-memory)", metavar="A,B",
     )  # fmt: skip
@@ -261,18 +260,14 @@ class RunSettings:
         1,
         "train in N processes of this machine, which share out the rows of each step, with --memory for each; needs"
         " PyTorch (packtrain[torch])",
-        min_value=1,
-        max_value=1024,
-        metavar="N",
-    )
+        min_value=1, max_value=1024, metavar="N",
+    )  # fmt: skip
     zero: int = MEMORY(
         0,
         "processes share out, so that each has a part: 1: the optimizer's moments (ZeRO-1), with the same bits; 2:"
         " sums of gradients, too (ZeRO-2)",
-        min_value=0,
-        max_value=2,
-        resumable=options.ON_ALL_RANKS,
-    )
+        min_value=0, max_value=2, resumable=options.ON_ALL_RANKS,
+    )  # fmt: skip
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(
         False, "with --resume: go on with the data in a new random order, no longer bit for bit", requires="resume",

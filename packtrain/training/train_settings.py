@@ -28,9 +28,8 @@ class TrainSettings(RunSettings):
         None,
         "begin with the weights of this checkpoint of llama.cpp's former train-text-from-scratch, a GGUF file; its"
         " sizes, and its vocabulary if it has one, replace the preset's",
-        flags="--from",
-        resumable=True,
-    )
+        flags="--from", resumable=True,
+    )  # fmt: skip
     dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", min_value=1)
     layers: int | None = MODEL(
         None, "number of blocks (default: the preset's)", min_value=1, max_value=1024

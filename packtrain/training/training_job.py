@@ -215,11 +215,8 @@ class NewModel:
 def build_job(settings: TrainSettings, report: Callable[[str], None]) -> TrainingJob:
     """Read and tokenize the data, fill in open settings, and return the job. Raises InputError."""
     if settings.data is None:
-        raise InputError(
-            f"--resume: {settings.folder} holds no run to continue; -o names its model"
-            if settings.resume
-            else "--data must be given: a text file, or a folder with train.txt and valid.txt"
-        )
+        fact = "--data must be given: a text file, or a folder with train.txt and valid.txt"
+        raise InputError(fact)
     folder = writable(cache_root() / "tokens")
     start = open_start(settings)
     corpus = prepare_corpus(_text_request(settings, start), folder, report, settings.memory)

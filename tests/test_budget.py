@@ -436,6 +436,7 @@ def test_a_refused_plan_is_drawn_all_the_same(data, tmp_path, capsys):
     plan_json = json.loads(files["json"].read_text())
     assert not plan_json["fits"] and plan_json["budget_bytes"] == 20 * MIB
     said = capsys.readouterr().err
+    assert all(f"wrote {path}\n" in said for path in files.values())
     assert f"would do is about {-(-plan_json['minimum_bytes'] // MIB)}MiB" in said
     assert "budget" in files["html"].read_text()
 

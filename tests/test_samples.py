@@ -666,6 +666,7 @@ def test_the_command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
     lines = said.splitlines()
     assert lines[0] == "data.jsonl: 2 records of messages; not used: id"
     assert lines[1].startswith("training: 2 samples, ")
+    assert "; --ctx that samples need: half at most " in lines[1]
     assert lines[2:] == [
         "---- sample 1 (data.jsonl: line 1)",
         "<s> user: why",

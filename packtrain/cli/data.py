@@ -107,7 +107,7 @@ def _size_text(samples: conversations.TokenizedSamples) -> str:
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
     return (
         f"{plural(len(samples), 'sample')}, {total:,} tokens, {samples.targets:,} trained on"
-        f" ({samples.targets / total:.1%}); tokens of a sample: half have at most {p50:,}, 90 % {p90:,},"
+        f" ({samples.targets / total:.1%}); --ctx that samples need: half at most {p50:,}, 90 % {p90:,},"
         f" 99 % {p99:,}, the longest {lengths.max():,}"
     )
 

@@ -89,6 +89,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
     for name, path in output_paths.items():
         if path is not None:
             write_text(path, output_makers[name]())
+            print_message(f"wrote {path}")
     if run_plan.refusal is not None:
         raise DoesNotFit(run_plan.refusal)
     return 0

@@ -263,7 +263,7 @@ def test_the_probe_leaves_no_trace(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_probe_finds_what_gets_no_gradient(folder, tmp_path, capsys, monkeypatch, optimizer):
-    monkeypatch.setattr(finetune_job, "_init_uniform", lambda array, draw: array.fill(0))
+    monkeypatch.setattr(finetune_job, "_fill_uniform", lambda array, draw: array.fill(0))
     code = run_finetune(
         folder, "f32", tmp_path / "a.gguf", "--iters", "2", "--optimizer", optimizer
     )
@@ -330,9 +330,9 @@ def test_what_validation_says_is_what_the_files_lose(folder, tmp_path, capsys, m
     def both(self: merge_after_training.FinishedFinetune) -> None:
         adapter = read_adapter(self.settings.folder / "adapter.gguf")
         end(self)
-        seen.append(self._measure_losses(adapter))
+        seen.append(self._measure_merge_losses(adapter))
         fresh = replace(self.progress, base=math.inf, last=math.inf)
-        seen.append(replace(self, progress=fresh)._measure_losses(adapter))
+        seen.append(replace(self, progress=fresh)._measure_merge_losses(adapter))
 
     monkeypatch.setattr(merge_after_training.FinishedFinetune, "merge_and_measure", both)
     assert (

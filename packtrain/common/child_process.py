@@ -1,7 +1,6 @@
 """Short-lived child processes: all their memory goes back to the system when they end.
 
-`run_in_child` calls a function in a child, whose main program this file is, too. Children import this package from
-wherever the parent did.
+`run_in_child` calls a function in a child, whose main program this file is, too. Children import the parent's package.
 """
 
 import gc

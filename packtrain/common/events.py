@@ -1,7 +1,6 @@
 """Progress reports of a long task, and requests to stop it.
 
-`Events` ignores all reports; the command line prints them (cli.event_output), `TaskCallbacks` passes them to functions
-of the caller.
+`Events` ignores all reports; cli.event_output prints them, `TaskCallbacks` calls the caller's functions.
 """
 
 import threading
@@ -110,15 +109,15 @@ class TaskCallbacks(Events):
     _num_steps: int = field(default=0, init=False, repr=False)
 
     def message(self, text: str) -> None:
-        _call(self.on_message, text)
+        _call_if_set(self.on_message, text)
 
     row = message
 
     def text(self, piece: str) -> None:
-        _call(self.on_text, piece)
+        _call_if_set(self.on_text, piece)
 
     def plan(self, planned_run: Any) -> None:
-        _call(self.on_plan, planned_run)
+        _call_if_set(self.on_plan, planned_run)
 
     @contextmanager
     def training(
@@ -129,25 +128,25 @@ class TaskCallbacks(Events):
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
         step = StepReport(steps=self._num_steps, peak_nbytes=peak_nbytes, **record)
-        _call(self.on_step, step)
+        _call_if_set(self.on_step, step)
         if step.val_loss is not None:
-            _call(self.on_validation, step)
+            _call_if_set(self.on_validation, step)
 
     def sample(self, text: str) -> None:
-        _call(self.on_sample, text)
+        _call_if_set(self.on_sample, text)
 
     def checkpoint_saved(self, path: Path) -> None:
-        _call(self.on_save, path)
+        _call_if_set(self.on_save, path)
 
     @contextmanager
     def counting(self, label: str, unit: str) -> Iterator[Counted]:
-        yield lambda done, total, *texts: _call(self.on_progress, label, done, total)
+        yield lambda done, total, *texts: _call_if_set(self.on_progress, label, done, total)
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
         yield self.cancel.is_set
 
 
-def _call(function: Callable[..., None] | None, *args: Any) -> None:
+def _call_if_set(function: Callable[..., None] | None, *args: Any) -> None:
     if function is not None:
         function(*args)

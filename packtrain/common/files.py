@@ -211,8 +211,7 @@ def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
 
 
 def check_output(output: Path, field: str, read: Iterable[Path | None], overwrite: bool) -> None:
-    """Raise InputError, naming the setting `field`, if `output` cannot be written, is one of the files `read`, or
-    exists without --overwrite."""
+    """Raise InputError on setting `field` if `output` cannot be written, is in `read`, or exists (no --overwrite)."""
     check_writable(output, field)
     check_not_read(output, field, read)
     if output.exists() and not overwrite:
@@ -221,8 +220,7 @@ def check_output(output: Path, field: str, read: Iterable[Path | None], overwrit
 
 
 def require_existing(path: str | Path, field: str) -> Path:
-    """Return the path of an existing file or folder. Raises InputError, which names the setting `field`, if it is
-    missing or cannot be read."""
+    """Return the path of an existing file or folder. Raises InputError on setting `field` if it cannot be read."""
     path = Path(path)
     if not path.exists():
         peers = os.listdir(path.parent) if path.parent.is_dir() else ()

@@ -72,7 +72,7 @@ class MemoryPeak:
     def __init__(self) -> None:
         self.baseline = self.nbytes = 0
         self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory peak", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="memory peak", daemon=True)
 
     def __enter__(self) -> "MemoryPeak":
         self.baseline = self.nbytes = private_nbytes()
@@ -82,19 +82,19 @@ class MemoryPeak:
     def __exit__(self, *error: object) -> None:
         self._stop_event.set()
         self._thread.join()
-        self._sample()
+        self._update_peak()
 
-    def _sample(self) -> None:
+    def _update_peak(self) -> None:
         self.nbytes = max(self.nbytes, private_nbytes())
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
+        """Measure every SAMPLE_SECONDS, in a thread, until stopped."""
         while not self._stop_event.wait(SAMPLE_SECONDS):
-            self._sample()
+            self._update_peak()
 
 
 def parse_size(text: str, field: str) -> int:
-    """Return the bytes of a size: 1.5GiB, 800MiB, 65536KiB, or 80% of this machine's memory. Raises InputError, which
-    names the setting `field`."""
+    """Return the bytes of 1.5GiB, 800MiB, 65536KiB or 80% (of this machine). Raises InputError on setting `field`."""
     match = SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")

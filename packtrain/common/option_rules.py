@@ -31,7 +31,7 @@ def check_rules(settings: Any, facts: Mapping[str, bool] = NO_FACTS) -> None:
     for name, condition, reason, is_required in rules(type(settings)):
         if name in changed:
             terms = [term.partition("=") for term in condition.split()]
-            states = [_is_on(settings, facts, term, values) for term, _, values in terms]
+            states = [_is_set(settings, facts, term, values) for term, _, values in terms]
             if None not in states and all(states) != is_required:
                 raise _refusal(name, changed[name], _full_reason(terms[0], reason, is_required))
 
@@ -50,9 +50,8 @@ def _changed_values(settings: Any) -> dict[str, Any]:
     return {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
 
 
-def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> bool | None:
-    """Return whether a setting, property or fact is on, or has one of `values`, such as "a|b", if there are some; None
-    if it is unknown."""
+def _is_set(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> bool | None:
+    """Return whether a setting, property or fact is on, or has one of `values`, such as "a|b"; None if unknown."""
     if name not in facts and not hasattr(settings, name):
         return None
     value = facts[name] if name in facts else getattr(settings, name)
@@ -64,8 +63,7 @@ def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> 
 
 def _full_reason(term: tuple[str, str, str], reason: str, is_required: bool) -> str:
     """Return the reason behind its condition, `with --full, which …`, unless the reason names the condition itself.
-    term: the condition in three parts, (setting, "=" or "", values or ""), which is_required: without it, the rule
-    refuses."""
+    term: the condition in three parts, (setting, "=" or "", values or ""), is_required: the rule refuses without it."""
     if reason.startswith((*SENTENCE_STARTS, "with ", "without ", "in ")):
         return reason
     name, _, values = term

@@ -109,7 +109,7 @@ def resumable_names(cls: type, *kinds: bool | str) -> frozenset[str]:
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
     """Add `--config FILE` and the flags of a settings class to a parser; returns the headings of their groups. The
     parsed namespace has only the flags on the command line, as text; `from_flags` checks them."""
-    types_, fields = _hints(cls), _fields(cls)
+    types_, fields = _type_hints(cls), _fields(cls)
     parser.add_argument(
         "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
     )
@@ -122,7 +122,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
 
 def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]", hint: Any) -> None:
     metadata, (value_type, is_list) = field.metadata, _value_type(hint)
-    argument_options: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
+    argument_options: dict[str, Any] = {"help": _help_text(field), "default": argparse.SUPPRESS}
     if metadata.get("positional"):
         is_required = field.default is dataclasses.MISSING
         nargs = ("+" if is_required else "*") if is_list else None if is_required else "?"
@@ -142,7 +142,7 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
 
 def positionals(cls: type) -> list[str]:
     """Return the positional arguments as a usage line shows them: `MODEL`, `[PROMPT]`, `FILES …`."""
-    field_types = _hints(cls)
+    field_types = _type_hints(cls)
     defaults = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
     shown = {n: f"{n.upper()} …" if _value_type(field_types[n])[1] else n.upper() for n in defaults}
     missing = dataclasses.MISSING
@@ -154,7 +154,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _help(field: "dataclasses.Field[Any]") -> str:
+def _help_text(field: "dataclasses.Field[Any]") -> str:
     text, default = str(field.metadata["help"]).replace("%", "%%"), field.default
     if default in (None, (), "", dataclasses.MISSING) or default is False:
         return text
@@ -187,7 +187,7 @@ def add_variables(namespace: argparse.Namespace, cls: type) -> dict[str, str]:
     for variable, field in variables(cls).items():
         text: Any = os.environ.get(variable, "")
         if text and not hasattr(namespace, field.name):
-            value_type, is_list = _value_type(_hints(cls)[field.name])
+            value_type, is_list = _value_type(_type_hints(cls)[field.name])
             if value_type is bool:
                 text = SWITCH_WORDS.get(text.lower(), text)
             elif is_list and text.startswith("["):
@@ -222,17 +222,17 @@ def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") 
 
 def check_values(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
     """Convert values to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
-    hints = _hints(cls)
+    hints = _type_hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
 
 
 @cache
-def _hints(cls: type) -> Mapping[str, Any]:
+def _type_hints(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
 @cache
-def _fields_by_name(cls: type) -> Mapping[str, "dataclasses.Field[Any]"]:
+def _setting_fields(cls: type) -> Mapping[str, "dataclasses.Field[Any]"]:
     return {field.name: field for field in _fields(cls)}
 
 
@@ -248,7 +248,8 @@ def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
 
 
 def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str | None) -> Any:
-    field = _fields_by_name(cls)[name]
+    """Return the value of setting `name` in the type of its field. Raises InputError, which names `source`."""
+    field = _setting_fields(cls)[name]
     value_type, is_list = _value_type(hints[name])
     if is_list:
         value_list = value if isinstance(value, (list, tuple)) else [value]
@@ -275,7 +276,7 @@ def _check_value(field: "dataclasses.Field[Any]", kind: Any, value: Any, source:
     if kind in (int, float) and not (
         (min_value is None or value >= min_value) and (max_value is None or value <= max_value)
     ):
-        raise InputError(f"{location} is {value}; it must be {_range_text(min_value, max_value)}")
+        raise InputError(f"{location} is {value}; it must be {_bounds_text(min_value, max_value)}")
     return value
 
 
@@ -295,7 +296,7 @@ def _convert_value(value: Any, kind: Any) -> Any:
     return Path(value) if kind is Path and isinstance(value, str) else value
 
 
-def _range_text(min_value: float | None, max_value: float | None) -> str:
+def _bounds_text(min_value: float | None, max_value: float | None) -> str:
     if max_value is None:
         return f"{min_value} or more"
     return f"{max_value} or less" if min_value is None else f"from {min_value} to {max_value}"
@@ -344,7 +345,7 @@ def _by_setting(cls: type, values: Mapping[str, Any], place: str) -> dict[str, A
 
 
 def _setting_name(cls: type, key: str, place: str) -> str:
-    if key in (settings := _fields_by_name(cls)):
+    if key in (settings := _setting_fields(cls)):
         return key
     names = {
         name: f.name for f in _fields(cls) for name in [flag(f.name), *f.metadata.get("flags", ())]

@@ -39,7 +39,7 @@ class Exchange:
         self.transfer_seconds = 0.0
         self.error: BaseException | None = None
         self.condition = threading.Condition()
-        threading.Thread(target=self._run_jobs, daemon=True).start()
+        threading.Thread(target=self._work_off_jobs, daemon=True).start()
 
     def wait_for_jobs(self) -> None:
         """Wait until all jobs are done. Raises what one of them raised."""
@@ -70,7 +70,7 @@ class Exchange:
 
         self.job_queue.put(run_job)
 
-    def _run_jobs(self) -> None:
+    def _work_off_jobs(self) -> None:
         while (job := self.job_queue.get()) is not None:
             try:
                 start_seconds = time.perf_counter()
@@ -175,8 +175,7 @@ def split_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[ArrayRun]]:
-    """Cut arrays into runs (array's index, start, end); yields lists of runs of at most `max_numbers` numbers
-    together."""
+    """Cut arrays into runs (array's index, start, end); yield lists of runs of `max_numbers` numbers at most."""
     runs, remaining_numbers = list[ArrayRun](), max_numbers
     for array_index, array_length in enumerate(array_lengths):
         run_start = 0
@@ -194,8 +193,7 @@ def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[Array
 def _places(
     pieces: Sequence[Any], buffer: Any, runs: Sequence[ArrayRun] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (piece, its slice of a flat buffer), one after the other, or with `runs` as far apart as the runs are
-    long."""
+    """Yield (piece, its slice of a flat buffer), one after the other, or with `runs` as far apart as runs are long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     offset = 0
     for piece, length in zip(pieces, lengths, strict=True):

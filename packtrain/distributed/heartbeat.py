@@ -95,7 +95,7 @@ class Heartbeat:
                 if seen != last_beat or seen == b"done":
                     heard_seconds, last_beat = now_seconds, seen
                 elif now_seconds - heard_seconds > self.patience:
-                    publish_loss(store, self._silence_reason(f"rank {self.watched_rank}"))
+                    publish_loss(store, self._silence_message(f"rank {self.watched_rank}"))
         except RuntimeError:
             self._record_loss(f"{self.store_keeper} was lost: its connection has ended; {RESUME}")
 
@@ -110,13 +110,13 @@ class Heartbeat:
             if self.parent_pid and os.getppid() != self.parent_pid:
                 self._record_loss(f"the process that started the ranks was lost; {RESUME}")
             if self.answered is not None and self.clock - self.answered > SILENT_SECONDS:
-                self._record_loss(self._silence_reason(self.store_keeper))
+                self._record_loss(self._silence_message(self.store_keeper))
             if self.lost_reason and self.clock - self.lost_seconds > self.grace_seconds:
                 with suppress(OSError, ValueError):
                     print(f"packtrain: error: {self.lost_reason}", file=sys.stderr, flush=True)
                 os._exit(1)  # its other threads may wait for what never comes
 
-    def _silence_reason(self, who: str) -> str:
+    def _silence_message(self, who: str) -> str:
         return f"{who} was lost: nothing was heard of it for {self.patience:.0f} seconds; {RESUME}"
 
     def _record_loss(self, reason: str) -> None:

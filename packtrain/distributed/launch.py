@@ -51,6 +51,7 @@ def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
+    """Return the environment variables by which a rank finds the other ranks."""
     variables = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT_VARIABLE: str(os.getpid()),

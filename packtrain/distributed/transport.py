@@ -79,8 +79,7 @@ class Carrier:
 
     @contextmanager
     def after_kernels(self, kernel_mark: Any) -> Iterator[None]:
-        """Context manager: its transfers run beside kernels, after those before the mark, and have ended when it
-        exits."""
+        """Context manager: its transfers run beside kernels, after those before the mark, and end before it exits."""
         if self.cuda is None or self.stream is None:
             yield
             return

@@ -153,6 +153,7 @@ class ProcessGroupWorld(World):
         self._finish_transfer(transfer)
 
     def _check(self) -> None:
+        """Raise RankLost if the heartbeat of another rank has stopped."""
         if self.heartbeat.lost_reason:
             raise RankLost(self.heartbeat.lost_reason)
 
@@ -161,14 +162,14 @@ class ProcessGroupWorld(World):
         try:
             transfer.wait()
         except RuntimeError as error:
-            raise RankLost(self._lost_reason(_first(error))) from None
+            raise RankLost(self._wait_for_reason(_first(error))) from None
 
     def report_end(self, reason: str) -> None:
         """Tell the other ranks why this rank ends."""
         with suppress(RuntimeError):
             self.heartbeat.report_end(self.store, reason)
 
-    def _lost_reason(self, cause: str) -> str:
+    def _wait_for_reason(self, cause: str) -> str:
         lost_reason = self.heartbeat.wait_for_loss(SILENT_SECONDS)
         return lost_reason or f"the connection was lost: {cause}; {RESUME}"
 

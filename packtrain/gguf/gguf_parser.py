@@ -1,7 +1,6 @@
 """Parses one GGUF file: metadata and tensors, with every count, length, shape and offset checked before it is used.
 
-Nothing is allocated by a count that the file has no room for: a hostile file costs time and memory in proportion to
-its own size.
+Nothing is allocated by a count that the file has no room for: a hostile file costs time and memory by its size.
 """
 
 import math
@@ -41,31 +40,31 @@ class GGUFPart:
         self.values: dict[str, MetadataValue] = {}
         self.entries: dict[str, gguf_format.TensorInfo] = {}
         if self.nbytes < MIN_FILE_NBYTES:
-            raise self._wrong(
+            raise self._error(
                 f"this is not a GGUF file: it has {self.nbytes} bytes, fewer than {MIN_FILE_NBYTES}"
             )
         if data[:4] != gguf_format.MAGIC:
-            raise self._wrong(
+            raise self._error(
                 f"this is not a GGUF file: it begins with {data[:4].decode('latin-1')!r},"
                 f" not with {gguf_format.MAGIC.decode()!r}"
             )
         version = self._read_number(U32, "version")
         if version not in gguf_format.VERSIONS:
-            raise self._wrong(
+            raise self._error(
                 f"version {version}; versions {gguf_format.VERSIONS[0]} and {gguf_format.VERSIONS[1]} can be read"
             )
         num_tensors, pairs = self._things("tensor count", 24), self._things("metadata count", 13)
         for _ in range(pairs):
-            self._read_pair()
+            self._read_metadata_pair()
         try:
             alignment = gguf_format.alignment_of(self.values)
         except GGUFError as error:
-            raise self._wrong(str(error)) from None
+            raise self._error(str(error)) from None
         for _ in range(num_tensors):
             self._read_tensor_info()
         self._check_offsets(-(-self.at // alignment) * alignment, alignment)
 
-    def _wrong(self, problem: str) -> GGUFError:
+    def _error(self, problem: str) -> GGUFError:
         return GGUFError(f"{self.path}: {problem}")
 
     # ---- numbers and texts
@@ -80,7 +79,7 @@ class GGUFPart:
     def _require_nbytes(self, size: int, title: str) -> None:
         left = self.nbytes - self.at
         if size > left:
-            raise self._wrong(f"{title} needs {size} bytes at {self.at}, the file has {left} left")
+            raise self._error(f"{title} needs {size} bytes at {self.at}, the file has {left} left")
 
     def _read_count(self, title: str, min_nbytes: int) -> int:
         """Read how many things of at least `min_nbytes` bytes each follow, which must fit into the rest of the file."""
@@ -92,7 +91,7 @@ class GGUFPart:
         """Read how many keys or tensors (`title`) follow, of at least `min_nbytes` bytes each, at most MAX_COUNT."""
         num_things = self._read_count(title, min_nbytes)
         if num_things > MAX_COUNT:
-            raise self._wrong(f"{title} {num_things}; at most {MAX_COUNT} are read")
+            raise self._error(f"{title} {num_things}; at most {MAX_COUNT} are read")
         return num_things
 
     def _read_string(self, title: str) -> str:
@@ -101,14 +100,14 @@ class GGUFPart:
         try:
             return self.data[self.at - text_nbytes : self.at].decode()
         except UnicodeDecodeError:
-            raise self._wrong(f"{title} at {self.at - text_nbytes} is not UTF-8") from None
+            raise self._error(f"{title} at {self.at - text_nbytes} is not UTF-8") from None
 
     # ---- metadata
 
-    def _read_pair(self) -> None:
+    def _read_metadata_pair(self) -> None:
         key = self._read_string("a metadata key")
         if key in self.values:
-            raise self._wrong(f"metadata key {shorten_text(key)} occurs twice")
+            raise self._error(f"metadata key {shorten_text(key)} occurs twice")
         self.values[key] = self._read_value(shorten_text(key))
 
     def _read_value(self, key: str) -> MetadataValue:
@@ -119,12 +118,12 @@ class GGUFPart:
             return MetadataValue(value_type, self._read_number(SCALAR_STRUCTS[value_type], key))
         value_type = self._read_value_type(key)
         if value_type == "array":
-            raise self._wrong(f"{key} is an array of arrays, which no model file has")
+            raise self._error(f"{key} is an array of arrays, which no model file has")
         if value_type == "string":
             num_items = self._read_count(f"length of {key}", 8)
             self.num_strings += num_items
             if self.num_strings > MAX_STRINGS:
-                raise self._wrong(f"{key} has {num_items} strings; at most {MAX_STRINGS} are read")
+                raise self._error(f"{key} has {num_items} strings; at most {MAX_STRINGS} are read")
             return MetadataValue(value_type, self._read_strings(key, num_items))
         dtype = np.dtype(NUMPY_CODES[value_type])
         num_items = self._read_count(f"length of {key}", dtype.itemsize)
@@ -135,7 +134,7 @@ class GGUFPart:
     def _read_value_type(self, key: str) -> str:
         type_number = self._read_number(U32, f"type of {key}")
         if type_number >= len(KINDS):
-            raise self._wrong(f"{key} has type {type_number}; types go from 0 to {len(KINDS) - 1}")
+            raise self._error(f"{key} has type {type_number}; types go from 0 to {len(KINDS) - 1}")
         return KINDS[type_number]
 
     def _read_strings(self, key: str, num_strings: int) -> list[bytes]:
@@ -144,7 +143,7 @@ class GGUFPart:
         unpack_length = U64.unpack_from
         for i in range(num_strings):
             if at > last or (text_nbytes := unpack_length(data, at)[0]) > last - at:
-                raise self._wrong(f"string {i} of {key} at {at} does not end within the file")
+                raise self._error(f"string {i} of {key} at {at} does not end within the file")
             at += 8
             strings.append(data[at : at + text_nbytes])
             at += text_nbytes
@@ -157,21 +156,21 @@ class GGUFPart:
         name = self._read_string("a tensor name")
         shown = shorten_text(name)
         if len(name.encode()) >= gguf_format.NAME_NBYTES or name in self.entries:
-            raise self._wrong(f"tensor name '{shown}' is longer than 63 bytes or occurs twice")
+            raise self._error(f"tensor name '{shown}' is longer than 63 bytes or occurs twice")
         num_axes = self._read_number(U32, f"axes of {shown}")
         if num_axes > MAX_AXES:
-            raise self._wrong(f"{shown} has {num_axes} axes; at most {MAX_AXES} are allowed")
+            raise self._error(f"{shown} has {num_axes} axes; at most {MAX_AXES} are allowed")
         shape = tuple([self._read_number(U64, f"shape of {shown}") for _ in range(num_axes)])[::-1]
         type_number = self._read_number(U32, f"type of {shown}")
         offset = self._read_number(U64, f"offset of {shown}")
         if type_number not in gguf_format.DTYPE_BY_NUMBER:
-            raise self._wrong(f"{shown} has unknown tensor type {type_number}")
+            raise self._error(f"{shown} has unknown tensor type {type_number}")
         dtype, row_width = gguf_format.DTYPE_BY_NUMBER[type_number], shape[-1] if shape else 1
         if row_width % dtype.block:
             fact = f"rows of {shown} have {row_width} elements; {dtype} packs {dtype.block} each"
-            raise self._wrong(fact)
+            raise self._error(fact)
         if math.prod(filter(None, shape)) * 8 > MAX_ARRAY_NBYTES:
-            raise self._wrong(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
+            raise self._error(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
         nbytes = gguf_format.tensor_nbytes(shape, dtype)
         self.entries[name] = gguf_format.TensorInfo(name, shape, dtype, offset, nbytes)
 
@@ -181,14 +180,14 @@ class GGUFPart:
             shown, left_nbytes = shorten_text(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:
                 fact = f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
-                raise self._wrong(fact)
+                raise self._error(fact)
             if e.nbytes > left_nbytes:
                 fact = f"{shown} needs {e.nbytes} bytes at offset {e.offset}"
-                raise self._wrong(f"{fact}, the file has {max(left_nbytes, 0)}; download it again")
+                raise self._error(f"{fact}, the file has {max(left_nbytes, 0)}; download it again")
         data_end, previous_name = 0, ""
         for e in sorted(self.entries.values(), key=lambda info: (info.offset, info.nbytes)):
             if e.nbytes and e.offset < data_end:
-                raise self._wrong(
+                raise self._error(
                     f"{shorten_text(e.name)} at offset {e.offset} shares bytes with {shorten_text(previous_name)};"
                     f" it must begin at {data_end} or later"
                 )

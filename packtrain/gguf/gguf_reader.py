@@ -69,7 +69,7 @@ def _open_part(path: Path) -> GGUFPart:
 def _open_parts(path: Path) -> list[GGUFPart]:
     """Open all parts in order, each checked; a file that is not split is one part."""
     first_part = _open_part(path)
-    num_parts = _number(first_part, COUNT, 1)
+    num_parts = _metadata_number(first_part, COUNT, 1)
     if num_parts <= 1:
         return [first_part]
     name_match = PART_NAME.fullmatch(path.name)
@@ -83,7 +83,7 @@ def _open_parts(path: Path) -> list[GGUFPart]:
         part_path = path.with_name(f"{name_match[1]}-{part_index + 1:05d}-of-{num_parts:05d}.gguf")
         gguf_part = first_part if part_path == path else _open_part(part_path)
         for key, expected in ((COUNT, num_parts), (PART_INDEX_KEY, part_index)):
-            actual = _number(gguf_part, key, -1)
+            actual = _metadata_number(gguf_part, key, -1)
             if actual != expected:
                 shown = actual if key in gguf_part.values else "missing"
                 raise GGUFError(
@@ -91,20 +91,20 @@ def _open_parts(path: Path) -> list[GGUFPart]:
                 )
         num_tensors += len(gguf_part.entries)
         gguf_parts.append(gguf_part)
-    _check_parts(gguf_parts, num_tensors)
+    _check_split_parts(gguf_parts, num_tensors)
     return gguf_parts
 
 
-def _number(part: GGUFPart, key: str, default: int) -> int:
+def _metadata_number(part: GGUFPart, key: str, default: int) -> int:
     value = part.values.get(key, MetadataValue("u16", default)).value
     if isinstance(value, bool) or not isinstance(value, int):
         raise GGUFError(f"{part.path}: {key} is not a whole number; it must be one")
     return value
 
 
-def _check_parts(gguf_parts: list[GGUFPart], total: int) -> None:
+def _check_split_parts(gguf_parts: list[GGUFPart], total: int) -> None:
     first, known_tensors = gguf_parts[0], dict[str, TensorInfo]()
-    announced = _number(first, TENSORS, total)
+    announced = _metadata_number(first, TENSORS, total)
     if announced != total:
         raise GGUFError(
             f"{first.path}: {TENSORS} is {announced}, and the parts have {total} tensors together;"

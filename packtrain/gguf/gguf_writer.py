@@ -54,8 +54,7 @@ def write_gguf(
     tensors             arrays of f16, f32, f64, i8, i16, i32, i64 or blocks (see dtypes); or DeferredTensors
     max_pending_nbytes  bytes of finished parts that may wait to be written; 0: one part, while the next one is made
     check               called with the whole file before it gets its name; if it raises, no file remains
-    Raises GGUFError for names or values the format cannot store, OSError if writing fails; an existing file then stays
-    as it was.
+    Raises GGUFError for names or values the format cannot store, OSError if writing fails; an existing file then stays.
     """
     with atomic_file(path, check) as file:
         deferred_tensors = {name: _as_deferred(name, tensor) for name, tensor in tensors.items()}
@@ -98,11 +97,11 @@ def _byte_pieces(
     """Yield the bytes of all tensors part by part, each padded to the alignment; `data_start` bytes precede them."""
     yield memoryview(bytes(-data_start % alignment))
     for name, tensor in tensors.items():
-        yield from _tensor_pieces(name, tensor)
+        yield from _tensor_bytes(name, tensor)
         yield memoryview(bytes(-tensor.nbytes % alignment))
 
 
-def _tensor_pieces(name: str, t: DeferredTensor) -> Iterator[memoryview]:
+def _tensor_bytes(name: str, t: DeferredTensor) -> Iterator[memoryview]:
     nbytes = 0
     for part in map(np.ascontiguousarray, t.make_parts()):
         nbytes += part.nbytes
@@ -152,7 +151,7 @@ def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: Writte
     try:
         while (piece := piece_queue.get()) is not None:
             for at in range(0, piece.nbytes, WRITE_AHEAD_NBYTES):
-                _write_part(file, piece[at : at + WRITE_AHEAD_NBYTES])
+                _write_passing(file, piece[at : at + WRITE_AHEAD_NBYTES])
             nbytes = piece.nbytes
             del piece  # its memory is free before the next part is made
             written_queue.put(nbytes)
@@ -161,7 +160,7 @@ def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: Writte
     written_queue.put(None)
 
 
-def _write_part(file: BinaryIO, part: memoryview) -> None:
+def _write_passing(file: BinaryIO, part: memoryview) -> None:
     ahead_start = file.tell() // WRITE_AHEAD_NBYTES * WRITE_AHEAD_NBYTES
     with passing_pages(np.asarray(part)):
         file.write(part)

@@ -77,6 +77,7 @@ def _folder_advice(folder: Path) -> str:
 
 
 def _convert(folder: Path, base_option: str = "") -> str:
+    """Return the command that converts a checkpoint's folder to a GGUF file."""
     output_name = shlex.quote(f"{folder.resolve().name}.gguf")
     return f"packtrain convert {shlex.quote(str(folder))}{base_option} -o {output_name}"
 

@@ -34,8 +34,7 @@ def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
-    """Predict what a block makes of all residual streams (AltUp), in the shape of h (..., S, C): h plus a learned mix
-    of all streams for each."""
+    """Predict what a block makes of streams h (..., S, C) (AltUp): h plus a learned mix of all streams for each."""
     num_streams = block.config.traits.num_streams
     rates = block.linear("altup_predict_coef", route_stream(block, stream_at(h)))
     rates = ops.reshape(rates, shape=(*rates.shape[:-1], num_streams, num_streams))
@@ -43,8 +42,7 @@ def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
 
 
 def correct(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
-    """Correct predicted streams (..., S, C) at learned rates by y - predicted stream 0, where y (..., C) is what the
-    block made of stream 0."""
+    """Correct predicted streams (..., S, C) at learned rates by y - stream 0, y (..., C) made from that stream."""
     correction_rates = block.linear("altup_correct_coef", route_stream(block, y))
     correction_rates = ops.scale(correction_rates, by=1.0, bias=1.0)
     short = block.saved(ops.sub(y, stream_at(predicted)))
@@ -84,6 +82,7 @@ def match_norm(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _row(x: Tensor) -> Tensor:
+    """Return x (..., C) as (..., 1, C): one stream among several."""
     return ops.reshape(x, shape=(*x.shape[:-1], 1, x.shape[-1]))
 
 

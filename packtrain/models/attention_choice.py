@@ -20,8 +20,7 @@ FLASH_HELP = (
 def with_flash(
     config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
-    """Set config.flash by `mode` (--flash-attn: on, off or auto) and the backends' ops; `cache` is the KV cache's
-    element type, None without a cache."""
+    """Set config.flash by `mode` (--flash-attn), the backends' ops and the type of a KV `cache` (None: no cache)."""
     missing_ops = "" if mode == OFF else missing_attention_ops(config, target, cache)
     if missing_ops and mode == ON:
         raise InputError(f"--flash-attn on: {missing_ops}")

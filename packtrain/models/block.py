@@ -19,8 +19,7 @@ def transformer_block(
     embeddings: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute block i of the residual stream h (..., C), or of several streams (..., S, C), of which the block reads
-    the first; returns h's shape. `embeddings` (..., L, P): each token's own embedding for each block, None without
-    these."""
+    the first; returns h's shape. `embeddings` (..., L, P): each token's embedding for each block, or None."""
     block = BlockBuilder(config, w, i, config.fused_slices)
     compute = mixer.compute or compute_block
     if config.traits.num_streams:

@@ -108,8 +108,7 @@ def cell_mixer(
     config: Config, cache: CacheLayout, pos: Tensor, line: Tensor, cache_handles: list[Tensor]
 ) -> Mixer:
     """Return a Mixer in which new tokens, at `pos` (time,), see their sequence's cells in the KV cache: `line` (time,)
-    is the number of the list of cells to see. Each write makes a new cache tensor ("handle"), appended to
-    `cache_handles`."""
+    is the number of the list of cells to see. Each write appends a new cache tensor to `cache_handles`."""
     (time,) = pos.shape
     places = {pool: pool_inputs(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
@@ -183,9 +182,8 @@ def count_lines(time: int, max_sequences: int) -> int:
 
 
 def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) -> tuple[Tensor, ...]:
-    """Return a pool's graph inputs (a line: a list of one sequence's cells): cells of new tokens, positions of all
-    cells, each line's cells by position, and counts of these; not `flash`: 1 or 0 for each line and cell instead of the
-    last two."""
+    """Return a pool's graph inputs (a line: a list of one sequence's cells): cells of new tokens, positions of cells,
+    each line's cells by position, counts of these; not `flash`: 1 or 0 by line and cell instead of the last two."""
     num_cells, rows = cache.num_cells_of(pool), count_lines(time, cache.max_sequences)
     new = input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (num_cells,), i32)
     if not flash:
@@ -195,8 +193,7 @@ def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) ->
 
 def move_cells(config: Config, w: Weights, max_moves: int, cache: CacheLayout) -> list[Tensor]:
     """Build the graph that moves up to `max_moves` KV cells of each pool (of all blocks, or of those with a window) to
-    other cells and positions, as when a full context is shifted; returns the cache's tensors after the moves
-    ("handles").
+    other cells and positions, as when a full context is shifted; returns the cache's tensors afterwards.
 
     Inputs, i32 (max_moves,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of the
     position; `ring_from` … Keys are already rotated by their old positions, so rope rotates them by the change.

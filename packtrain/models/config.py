@@ -41,9 +41,9 @@ class RopeScaling:
         are made from narrow vectors (`is_latent`) and there is a multiplier, the scale of scores grows instead."""
         if self.type != "yarn":
             return self.attn_factor
-        growth = _growth(self.factor, 1.0)
+        growth = _yarn_growth(self.factor, 1.0)
         if self.log_multiplier:
-            growth = 1.0 if is_latent else growth / _growth(self.factor, self.log_multiplier)
+            growth = 1.0 if is_latent else growth / _yarn_growth(self.factor, self.log_multiplier)
         return self.attn_factor * growth * _log_growth(divisor) / _log_growth(self.factor)
 
     @property
@@ -77,7 +77,8 @@ def _log_growth(factor: float) -> float:
     return 1.0 + 0.1 * math.log(factor)
 
 
-def _growth(factor: float, multiplier: float) -> float:
+def _yarn_growth(factor: float, multiplier: float) -> float:
+    """Return YaRN's factor on cosines and sines, 1 + 0.1 * multiplier * ln(factor); 1 without stretching."""
     return 1.0 if factor <= 1 else 1.0 + 0.1 * multiplier * math.log(factor)
 
 

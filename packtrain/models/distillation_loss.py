@@ -39,8 +39,8 @@ class DistillationLoss:
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
         """Compute the loss (): the data's (base_loss) and the teacher's, from its likeliest tokens, in shares; `chunk`:
-        tokens whose logits exist at a time. Adds the graph inputs teacher_ids i32 and teacher_parts, (B, top + 1, T),
-        see row_weights."""
+        tokens whose logits exist at a time. Adds the graph inputs teacher_ids i32 and teacher_parts, see
+        row_weights."""
         (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)

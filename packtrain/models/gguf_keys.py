@@ -58,6 +58,7 @@ class MetadataReader:
         return self.metadata.get(f"{self.architecture.name}.{key}", default)
 
     def wrong(self, key: str, value: Any, expected: str) -> InputError:
+        """Return the error for a key with this value, which must be as `expected` says."""
         value_text = "missing" if value is None else " ".join(repr(value).split())[:80]
         return InputError(
             f"{self.path}: {self.architecture.name}.{key} is {value_text}; it must be {expected}"

@@ -30,14 +30,14 @@ class BlockWeights:
         leaf = self.w[f"blk.{self.block_index}.{full_name}.{suffix}"]
         return leaf if num_rows is None else ops.narrow(leaf, axis=0, start=start, length=num_rows)
 
-    def _fused_name(self, name: str) -> str:
+    def _name_in_file(self, name: str) -> str:
         return self.slices.get(name, (name,))[0]
 
     def project(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T (+ bias) (+ acc), with the weight's LoRA adapter if there is one."""
         stored = self._project_aware(name, x, acc)
         y = matmul_weight(self.config, x, self.weight(name), acc) if stored is None else stored
-        if f"{self._fused_name(name)}.bias" in self.config.optional:
+        if f"{self._name_in_file(name)}.bias" in self.config.optional:
             y = ops.add(y, self.weight(name, "bias"))
         return self._add_lora(name, x, y) if stored is None else y
 
@@ -63,7 +63,7 @@ class BlockWeights:
 
     def tensor_name(self, name: str) -> str:
         """Return the full name of the tensor that a weight is, or is part of."""
-        return f"blk.{self.block_index}.{self._fused_name(name)}.weight"
+        return f"blk.{self.block_index}.{self._name_in_file(name)}.weight"
 
     def lora_of(self, name: str) -> Low | None:
         """Return (A, B, scale, dropout function) of a weight's LoRA adapter; None if there is none."""

@@ -75,8 +75,7 @@ class ModelFile:
 
 
 def open_model(path: str | Path, extra_tensors: Sequence[str] = ()) -> ModelFile:
-    """Open a model's GGUF file, which may have `extra_tensors` (names) beside the model's. Raises InputError if
-    packtrain cannot compute the model as the file describes."""
+    """Open a model's GGUF file, which may have `extra_tensors`. Raises InputError if it cannot be computed."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
         fact = f"{path}: this is an adapter, not a model; give its base, and --lora {path}"

@@ -53,8 +53,8 @@ class PreferenceLoss:
     # ---- in the graph
 
     def loss(self, losses: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-        """Compute (loss (), log-probabilities (B, 2P)) from losses by token (B, T); rows have P = num_pairs chosen
-        answers, then P rejected ones.
+        """Compute (loss (), log-probabilities (B, 2P)) from losses by token (B, T); rows have P chosen answers, then P
+        rejected ones.
 
         Adds the inputs `sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `pairs` (B, P), weights of pairs.
         """

@@ -108,13 +108,13 @@ class _DtypeRules:
     def __init__(self, gguf: GGUF, mix: QuantMix, output: Dtype | None, weighed: bool) -> None:
         self.gguf, self.mix, self.output, self.weighed = gguf, mix, output, weighed
         self.architecture = gguf.metadata.get("general.architecture")
-        self.blocks = self._number("block_count")
-        self.experts = self._number("expert_count")
+        self.blocks = self._metadata_number("block_count")
+        self.experts = self._metadata_number("expert_count")
         self.values = sum(any(pattern in name for pattern in VALUE_NAMES) for name in gguf.entries)
         self.is_tied = OUTPUT not in gguf.entries
         self.tensor_counts: Counter[str] = Counter()
 
-    def _number(self, key: str, default: int = 0) -> int:
+    def _metadata_number(self, key: str, default: int = 0) -> int:
         key = f"{self.architecture}.{key}"
         value = self.gguf.metadata.get(key, default)
         if isinstance(value, np.ndarray) and value.size:  # the first block's, as in llama-quantize
@@ -124,12 +124,13 @@ class _DtypeRules:
         return value
 
     def choose(self, name: str, width: int) -> Dtype:
+        """Return the type of the tensor `name`, whose rows have `width` values."""
         if name == OUTPUT or (self.is_tied and name in EMBEDDING_NAMES):
             return self._output(width)
         if name in EMBEDDING_NAMES:
             return self.mix.token_embd or self.mix.dtype
         if any(pattern in name for pattern in VALUE_NAMES):
-            return self._value_dtype()
+            return self._attn_v_dtype()
         if "attn_k.weight" in name and self.experts == NUM_RICH_EXPERTS:
             return self.key_dtype
         if "attn_k.weight" in name or "attn_q.weight" in name:
@@ -140,23 +141,24 @@ class _DtypeRules:
             if pattern in name:
                 return self._feed_forward_dtype(pattern, name)
         if "ffn_down" in name:
-            return self._down_dtype(name)
+            return self._ffn_down_dtype(name)
         return self.mix.dtype
 
     def _output(self, width: int) -> Dtype:
+        """Return the type of the output matrix, whose rows have `width` values."""
         if self.output:
             return self.output
         is_narrow = width % self.mix.dtype.block or self.mix.dtype is q8_0
         return q8_0 if is_narrow else self.mix.output_head or q6_K
 
-    def _value_dtype(self) -> Dtype:
+    def _attn_v_dtype(self) -> Dtype:
         index = self.tensor_counts["values"]
         self.tensor_counts["values"] += 1
         if self.experts == NUM_RICH_EXPERTS:
             return q8_0
         num_first = NUM_FEW_VALUES if self.mix.has_few_first else NUM_FIRST_VALUES
         default_dtype = self.mix.attn_v
-        if self.mix.attn_v_grouped and self._sharing():
+        if self.mix.attn_v_grouped and self._shares_values():
             default_dtype = self.mix.attn_v_grouped
         dtype = self._instead(index, num_first, self.values, default_dtype)
         return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
@@ -168,9 +170,9 @@ class _DtypeRules:
         architecture = architectures.get(str(self.architecture))
         if architecture is None or not self.blocks or self.blocks != architecture.blocks_70b:
             return False
-        heads = self._number("attention.head_count")
+        heads = self._metadata_number("attention.head_count")
         any_heads = not architecture.grouped_70b
-        return any_heads or self._number("attention.head_count_kv", heads) != heads
+        return any_heads or self._metadata_number("attention.head_count_kv", heads) != heads
 
     def _next_index(self, pattern: str, name: str) -> int:
         """Count a tensor of the kind `pattern`; return how many came before, or with experts its block's number."""
@@ -183,7 +185,7 @@ class _DtypeRules:
         is_inner = eighth_of_blocks <= index < 7 * self.blocks // FIRST_SHARE
         return (self.mix.ffn_gate_up_middle if is_inner else None) or self.mix.dtype
 
-    def _down_dtype(self, name: str) -> Dtype:
+    def _ffn_down_dtype(self, name: str) -> Dtype:
         index = self._next_index("ffn_down", name)
         first_dtype = (
             self.mix.first_ffn_down_weighted if self.weighed else self.mix.first_ffn_down_unweighted
@@ -205,10 +207,10 @@ class _DtypeRules:
             return richer if richer and richer is not attended_dtype else self.mix.dtype
         return attended_dtype or self.mix.dtype
 
-    def _sharing(self) -> bool:
+    def _shares_values(self) -> bool:
         """Whether so many query heads share a value head that values get more bits."""
-        num_heads = self._number("attention.head_count")
-        num_kv_heads = self._number("attention.head_count_kv", num_heads)
+        num_heads = self._metadata_number("attention.head_count")
+        num_kv_heads = self._metadata_number("attention.head_count_kv", num_heads)
         return num_kv_heads > 0 and num_heads // num_kv_heads >= MIN_SHARING_HEADS
 
     def _instead(self, i: int, num_first: int, count: int, default_dtype: Dtype | None) -> Dtype:
@@ -226,8 +228,8 @@ class _FalconDtypeRules(_DtypeRules):
     def _output(self, width: int) -> Dtype:
         return self.output or q8_0
 
-    def _down_dtype(self, name: str) -> Dtype:
-        default_dtype = super()._down_dtype(name)
+    def _ffn_down_dtype(self, name: str) -> Dtype:
+        default_dtype = super()._ffn_down_dtype(name)
         index = self.tensor_counts["ffn_down"] - 1
         first, spread, other = FALCON_DOWN_DTYPES.get(self.mix.name, (default_dtype,) * 3)
         if index < self.blocks // FEW_BLOCK_DIVISOR:
@@ -246,11 +248,11 @@ class _SmallDtypeRules(_DtypeRules):
     def _output(self, width: int) -> Dtype:
         return q8_0 if self.architecture == "falcon" and not self.output else super()._output(width)
 
-    def _value_dtype(self) -> Dtype:
-        gets_more_bits = self._sharing() or self.experts >= MIN_SHARING_HEADS
+    def _attn_v_dtype(self) -> Dtype:
+        gets_more_bits = self._shares_values() or self.experts >= MIN_SHARING_HEADS
         return q4_K if gets_more_bits else self.mix.attn_v or self.mix.dtype
 
-    def _down_dtype(self, name: str) -> Dtype:
+    def _ffn_down_dtype(self, name: str) -> Dtype:
         index = self.tensor_counts["ffn_down"]
         self.tensor_counts["ffn_down"] += 1
         return (

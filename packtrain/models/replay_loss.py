@@ -47,9 +47,8 @@ class ReplayLoss:
         return self.num_texts * self.length * (2 * self.head_width + 8)
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (): the data's (base_loss), plus the divergence from the base on the texts, which are the
-        last `length` tokens of each row. Adds the graph inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length,
-        C)."""
+        """Compute the loss (): the data's (base_loss), plus the divergence from the base on the last `length` tokens of
+        each row, its texts. Adds the graph inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
         batch_rows, time, width = base_loss.x.shape
         length = min(self.length, time)  # the search for a context that fits tries shorter rows
 

@@ -139,6 +139,7 @@ def _deferred(
     base: GGUF, entry: TensorInfo, read_rows: ReadRows | AwareMergedRows | None, dtype: Dtype | None,
     on_tensor: TensorDone,
 ) -> DeferredTensor:  # fmt: skip
+    """Return tensor `entry` to write: the base's bytes, or the rows that read_rows gives, as `dtype`."""
     if read_rows is None:
         return DeferredTensor(entry.dtype, entry.shape, lambda: [base.array(entry.name)])
     stored = entry.dtype if isinstance(read_rows, AwareMergedRows) else stored_dtype(entry, dtype)

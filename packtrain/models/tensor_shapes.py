@@ -98,7 +98,7 @@ def _with_biases(config: Config, named_shapes: Shapes) -> Shapes:
 
 def _attention_shapes(config: Config, i: int) -> Shapes:
     if config.kv_lora_rank:
-        return _latent_shapes(config)
+        return _latent_attention_shapes(config)
     c, d, traits = config.embedding_length, config.width_of(i), config.traits
     q, kv = config.head_count * d, config.kv_heads_of(i) * d
     q_rows = 2 * q if traits.gated_heads else q
@@ -127,7 +127,7 @@ def _conv_shapes(config: Config) -> Shapes:
     return {"attn_norm": (c,), **filter_shapes, arch.CONV_INPUT: (3 * c, c), arch.CONV_OUT: (c, c)}
 
 
-def _latent_shapes(config: Config) -> Shapes:
+def _latent_attention_shapes(config: Config) -> Shapes:
     width, num_heads, rank, rope_width = (
         config.embedding_length, config.head_count, config.kv_lora_rank, config.rope_width,
     )  # fmt: skip

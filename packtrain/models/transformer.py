@@ -62,9 +62,8 @@ def _weight_leaves(config: Config, dtype_items: tuple[tuple[str, Dtype], ...]) -
 def initialize_weights(
     config: Config, seed: int, visit_weight: Callable[[str, Callable[[np.ndarray], None]], None]
 ) -> None:
-    """Initialize weights: visit_weight(name, fill) must call fill(array), which fills in place, for each weight in
-    turn. Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms 1,
-    biases 0."""
+    """Initialize weights: visit_weight(name, fill) must call fill(array), which fills in place, for each weight. Normal
+    with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms 1, biases 0."""
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
         adds_to_residual = name.endswith(ADDING)
@@ -285,8 +284,7 @@ def loss(
     config: Config, w: Weights, batch_size: int, time: int, *, chunk: int = 256, num_parts: int = 1,
     skipped: int = 0, even: bool = False, num_row_tiles: int = 1,
 ) -> LossOutputs:  # fmt: skip
-    """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T) = (batch_size,
-    time).
+    """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, each (batch_size, time).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the same
     `seq`: several samples can share a row. Dropout adds an input `dropout` (num_parts, 3) i64, see lora.KEY.

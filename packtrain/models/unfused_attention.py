@@ -17,7 +17,7 @@ def attention(
     """Compute the first result of ops.attention from its inputs; a query without a key to see gets all values' mean."""
     is_other_seq = ops.step(ops.abs(_position_differences(q_seq, k_seq)))
     visible = ops.mul(_visible_keys(q_pos, k_pos, window), ops.scale(is_other_seq, by=-1, bias=1))
-    return _softmax_mix(q, k, v, sinks, visible, scale, softcap)
+    return _weighted_values(q, k, v, sinks, visible, scale, softcap)
 
 
 def attention_cells(
@@ -26,12 +26,12 @@ def attention_cells(
 ) -> Tensor:  # fmt: skip
     """Compute ops.attention_cells without a fused op; `seen` (R, S): 1 where line r, a sequence, has cell s."""
     seen = ops.mul(_visible_keys(q_pos, k_pos, window), ops.get_rows(seen, q_lines))
-    q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _as_f32(k), _as_f32(v), seen))
-    y = _softmax_mix(q, k, v, sinks, seen, scale, softcap)
+    q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _to_f32(k), _to_f32(v), seen))
+    y = _weighted_values(q, k, v, sinks, seen, scale, softcap)
     return ops.reshape(y, shape=y.shape[1:])
 
 
-def _as_f32(x: Tensor) -> Tensor:
+def _to_f32(x: Tensor) -> Tensor:
     return x if x.dtype == f32 else ops.cast(x)
 
 
@@ -56,7 +56,7 @@ def _visible_keys(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
     return ops.mul(seen, ops.step(ops.scale(since, by=-1, bias=window - 0.5))) if window else seen
 
 
-def _softmax_mix(
+def _weighted_values(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, scale: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     """Return attention's outputs like q, (B, T, H, D): for each query the mean of v (B, S, K, D), weighted by the

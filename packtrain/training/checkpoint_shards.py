@@ -28,8 +28,7 @@ def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
 def restore(
     session: Session, plans: TrainingPlans, checkpoint: TrainingCheckpoint, moments: bool = True
 ) -> None:
-    """Set weights and optimizer moments, or this rank's parts of them, from a checkpoint; not `moments`: zero
-    moments."""
+    """Set weights and optimizer moments, or this rank's parts, from a checkpoint; without `moments`: zero moments."""
     for name, leaf in plans.checkpoint_tensors.items():
         if leaf.role == "moment" and not moments:
             session.fill(name, lambda array: array.fill(0))

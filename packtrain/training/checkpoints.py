@@ -60,8 +60,7 @@ class TrainingProgress:
         )
 
     def with_train_loss(self, loss: float, norm: float, num_past: int) -> "TrainingProgress":
-        """Return the progress after a step with a finite loss, where `norm` is the gradient's; keeps the last
-        `num_past` + 1 training losses in `recent`."""
+        """Return the progress after a step with a finite loss and gradient `norm`; num_past + 1 losses in `recent`."""
         recent = (*self.recent, loss)[-1 - num_past :]
         is_better = loss < self.lowest
         lowest, unimproved = (loss, 0) if is_better else (self.lowest, self.unimproved + 1)
@@ -100,8 +99,7 @@ def previous_path(path: Path) -> Path:
 def save(
     path: Path, progress: TrainingProgress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Write arrays by name, progress and `about` (plain data about the run) to a checkpoint, synced to disk. The file
-    that was there becomes the previous checkpoint. Raises OSError."""
+    """Write arrays, progress and `about` to a checkpoint, synced; the old one becomes the previous. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),

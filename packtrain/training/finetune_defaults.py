@@ -67,8 +67,7 @@ def resumes_run(settings: TuneSettings) -> bool:
 
 
 def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedSamples) -> int:
-    """Return how many texts the base writes for --replay, which keeps the tuned model near the base; 0: none. Raises
-    InputError where --replay cannot be used."""
+    """Return how many texts the base writes for --replay; 0: none. Raises InputError where it cannot be used."""
     model_name = "" if settings.model is None else settings.model.name
     reasons = {
         "--teacher says what all texts should be like": settings.teacher is not None,

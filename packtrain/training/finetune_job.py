@@ -82,7 +82,7 @@ class TunedModel:
                 session.fill(name, lambda array: array.fill(0))
             elif name.endswith(A):
                 draw = np.random.default_rng([self.settings.seed, zlib.crc32(name.encode())])
-                session.fill(name, partial(_init_uniform, draw=draw))
+                session.fill(name, partial(_fill_uniform, draw=draw))
             else:
                 stored = self.model.gguf.array(name)
                 session.fill(name, partial(_unpack_into, stored=stored))
@@ -105,7 +105,7 @@ class TunedModel:
             return
 
         latest = lru_cache(1)(view)  # a view of device memory is a copy: keep one at a time
-        changed_rows = {name: partial(_read_rows, latest, name) for name in self.trained_names}
+        changed_rows = {name: partial(_weight_rows, latest, name) for name in self.trained_names}
         dtype = DTYPES[s.type] if s.type else None
         name = name_of(s.output)
         base, extra = self.model.gguf, self.extra_metadata
@@ -155,15 +155,16 @@ def name_of(output: Path) -> str:
     return output.stem.encode(errors="replace").decode()
 
 
-def _read_rows(
+def _weight_rows(
     view: training_job.WeightReader, name: str, row_start: int, row_stop: int
 ) -> np.ndarray:
+    """Return rows row_start … row_stop - 1 of a weight that `view` reads by name, as f32."""
     array = view(name)
     row_array = array.reshape(-1, array.shape[-1])[row_start:row_stop]
     return row_array if dtype_of(array) == f32 else dequantize(row_array)
 
 
-def _init_uniform(array: np.ndarray, draw: np.random.Generator) -> None:
+def _fill_uniform(array: np.ndarray, draw: np.random.Generator) -> None:
     draw.random(dtype=np.float32, out=array)
     array *= 2
     array -= 1
@@ -190,7 +191,7 @@ def build_job(settings: TuneSettings, report: Callable[[str], None]) -> training
     assert settings.model is not None and settings.data is not None
     require_existing(settings.data, "--data")
     model = open_model(settings.model)
-    _check_blocks(settings.num_layers, model)
+    _check_num_layers(settings.num_layers, model)
     config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
     _check_aware(settings, model, config)
     last, tensor_types = max(settings.num_layers, 0), tuple(model.matrix_dtypes().items())
@@ -228,7 +229,7 @@ def _make_batches(
     length = settings.ctx or min(config.context_length, CONTEXT)
     check_context(config, length, report)
     cache_folder = writable(cache_root() / "tokens")
-    recipe = _recipe(settings, length)
+    recipe = _dataset_recipe(settings, length)
     dataset = prepare_dataset(recipe, cache_folder, report, settings.memory, model.gguf)
     for note in dataset.notes:
         report(note)
@@ -261,7 +262,7 @@ def _make_batches(
     return train, valid, dataset
 
 
-def _check_blocks(last: int, model: ModelFile) -> None:
+def _check_num_layers(last: int, model: ModelFile) -> None:
     count = model.config.block_count
     if last > count:
         fact = f"--num-layers {last}: {model.gguf.path.name} has {plural(count, 'block')}"
@@ -289,7 +290,7 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
         raise InputError(f"{fact}; it is for matrices of {dtype_names}")
 
 
-def _recipe(settings: TuneSettings, length: int) -> DatasetRecipe:
+def _dataset_recipe(settings: TuneSettings, length: int) -> DatasetRecipe:
     training_job.check_split(settings.val_split)
     assert settings.model is not None and settings.data is not None
     return DatasetRecipe(

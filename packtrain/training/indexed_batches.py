@@ -40,8 +40,7 @@ class IndexedBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def epoch_positions(self, index: int) -> tuple[RoundKeys, range]:
-        """Return the keys of the epoch's order, and the places there of batch `index`'s rows; `index` runs on over
-        epochs."""
+        """Return the keys of the epoch's order and places in it of batch `index`'s rows; `index` never restarts."""
         epoch, batch = divmod(index, len(self))
         keys = round_keys(self.seed, epoch, self.shuffle_key)
         return keys, range(batch * self.rows, (batch + 1) * self.rows)

@@ -48,8 +48,7 @@ class LrSchedule:
         return self.lr_min + (self.lr - self.lr_min) * max(decay_factor, 0.0)
 
     def _cycle_share(self, decay_share: float) -> float:
-        """Return the share done of the current cycle when `decay_share` of the whole decay is done, both from 0 to
-        1."""
+        """Return the share done of the current cycle when `decay_share` of the whole decay is done; both are 0 to 1."""
         cycle_lengths = [self.cycle_growth**i for i in range(self.num_cycles)]
         remaining_share = decay_share * sum(cycle_lengths)
         while remaining_share >= cycle_lengths[0] and len(cycle_lengths) > 1:

@@ -44,8 +44,7 @@ def loss_executor(
 def loss_plan(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> tuple[Placed, Plan]:
-    """Place the graph of `transformer.loss`, whose `chunk` and `skipped` these are, for batches of `rows` × `time`
-    tokens; returns the placed graph and its memory plan."""
+    """Place and plan the graph of `transformer.loss` (`chunk`, `skipped`) for batches of `rows` × `time` tokens."""
     leaves = transformer.weights(model.config, model.matrix_dtypes())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)
@@ -67,6 +66,7 @@ class MeanEstimate:
 
     @staticmethod
     def of(values: np.ndarray) -> "MeanEstimate":
+        """Return the mean of values and its standard error."""
         wide = values.astype(np.float64)
         error = math.sqrt(float(wide.var()) / (len(wide) - 1)) if len(wide) > 1 else math.nan
         return MeanEstimate(float(wide.mean()), error)

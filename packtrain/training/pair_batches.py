@@ -66,22 +66,19 @@ class PairBatches(SampleBatches):
 
 
 def answer_logps(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return log-probabilities (rows, 2P) of a batch's answers, each row's P chosen ones before its rejected ones, from
-    the losses (rows, time) of its targets."""
+    """Return log-probabilities (rows, 2P) of answers, a row's chosen, then rejected, from losses (rows, time)."""
     return np.asarray(-(batch[SIDES_INPUT].astype(np.float64) * losses[:, None]).sum(-1))
 
 
 def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Pick the batch's N real pairs (not padding) from `logps` (rows, 2P), ordered as in answer_logps; returns (N, 2):
-    a pair's chosen answer, then its rejected one."""
+    """Return (N, 2), chosen and rejected, of the batch's real pairs, from `logps` (rows, 2P) of answer_logps."""
     return np.asarray(logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)[batch[PAIRS] > 0])
 
 
 def pair_measures(
     preference: PreferenceLoss, logps: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return arrays (N,) over a batch's pairs by name, `loss` and the rewards `chosen` and `rejected`, from `logps`
-    (rows, 2P) of answer_logps."""
+    """Return {`loss`, rewards `chosen`, `rejected`: (N,) over a batch's pairs} of answer_logps `logps` (rows, 2P)."""
     reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
     shares = batch[SHARES][batch[PAIRS] > 0] if preference.needs_shares else 1.0
     return preference.loss_and_rewards(

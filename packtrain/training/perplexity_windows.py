@@ -80,7 +80,7 @@ def read_single_text(
     ids = array("i", [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else [])
     pieces = (piece.text for piece in read_documents(sources, separator, [reading_report]))
     max_nbytes = math.inf if memory is None else parse_size(memory, "--memory") - private_nbytes()
-    for piece_ids in tokenizer.encode_pieces(_without_last_break(pieces)):
+    for piece_ids in tokenizer.encode_pieces(_strip_last_break(pieces)):
         ids.extend(piece_ids)
         if 2 * ids.itemsize * len(ids) > max_nbytes:  # an array that grows is copied
             raise DoesNotFit(
@@ -89,7 +89,7 @@ def read_single_text(
     return np.frombuffer(ids, np.int32)
 
 
-def _without_last_break(pieces: Iterable[str]) -> Iterator[str]:
+def _strip_last_break(pieces: Iterable[str]) -> Iterator[str]:
     pending = ""
     for piece in pieces:
         pending += piece

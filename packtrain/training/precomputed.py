@@ -57,8 +57,7 @@ def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarra
 
 
 def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterator[list[T]]:
-    """Compute read_item(i) for i < num_items, one per rank and round; yields each round's results in order, on all
-    ranks."""
+    """Compute read_item(i) for i < num_items, one per rank and round; yield rounds' results in order, on all ranks."""
     world = current_world()
     for first_index in range(world.rank, num_items + world.rank, world.world_size):
         gathered = world.gather(read_item(first_index) if first_index < num_items else [])

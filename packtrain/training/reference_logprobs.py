@@ -57,8 +57,7 @@ def compute_reference_logps(
 def _compute(
     job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
 ) -> Iterator[int]:
-    """Compute samples' log-probabilities and store them in `part`, a batch per rank and round; yields each round's
-    count."""
+    """Compute samples' log-probabilities, store them in `part`, a batch per rank and round; yield rounds' counts."""
     if not sample_ids:
         return
     subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]

@@ -102,7 +102,7 @@ def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
     cells, decode_sizes = rows * length, RunSizes((rows,), rows)
     cache = make_cache(base.config, cells, rows, "f16", rows, False, longest=cells)
     decoding = place_runs(base.config, cache, decode_sizes, base.matrix_dtypes(), target)[rows]
-    graphs = decoding, place(_head_mean_graph(base, rows), target)
+    graphs = decoding, place(_mean_hidden_graph(base, rows), target)
     seconds = sum(graph_seconds(graph, rates) for graph in graphs)
     seconds += rows * base.config.vocab_size * LOGIT_SECONDS  # to draw the tokens
     return -(-num_texts // (rows * current_world().world_size)) * length * seconds
@@ -117,8 +117,7 @@ def _num_used_texts(job: TrainingJob, train: ReplayBatches) -> int:
 def _write_missing(
     train: ReplayBatches, job: TrainingJob, missing: np.ndarray, limit: int | None
 ) -> Iterator[int]:
-    """Let the base write the texts with numbers `missing`; yields how many are done in all after each round of all
-    ranks."""
+    """Let the base write the texts numbered `missing`; yield how many are done in all after each round of all ranks."""
     writer = _ReplayWriter(train, limit, job)
     groups = [missing[at : at + writer.together] for at in range(0, len(missing), writer.together)]
 
@@ -153,7 +152,7 @@ class _ReplayWriter:
         has_bias, session = HEAD_BIAS in base.gguf.entries, Session(job.settings.target.limits)
         self._head_bias = base.gguf.array(HEAD_BIAS) if has_bias else np.zeros(vocab_size)
         session.share(base.stored())
-        placed = place(_head_mean_graph(base, self.together), job.settings.target)
+        placed = place(_mean_hidden_graph(base, self.together), job.settings.target)
         self._mean = session.executors({"mean": placed})["mean"]
 
     def generate(self, text_ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -185,7 +184,7 @@ class _ReplayWriter:
         return outputs
 
 
-def _head_mean_graph(base: ModelFile, rows: int) -> Graph:
+def _mean_hidden_graph(base: ModelFile, rows: int) -> Graph:
     weights = transformer.weights(base.config, base.matrix_dtypes())
     p = input("p", (rows, base.config.vocab_size))
     return Graph({"mean": ops.matmul_back(p, transformer.head(weights))})

@@ -41,8 +41,7 @@ def check_compatible(
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
-    """Return messages about what differs between `saved`, a checkpoint's `about`, and `current`, the job's: as flags,
-    by the settings' class, and files."""
+    """Return messages on how `saved` (a checkpoint's `about`) and `current` (the job's) differ: flags and files."""
     changed_settings = [*_changed_settings(saved, current, settings)]
     messages = [line for _, line in changed_settings]
     is_read_otherwise = any(field.metadata["group"] == "data" for field, _ in changed_settings)
@@ -84,8 +83,7 @@ def _changed_settings(
 def _changed_files(
     saved: Mapping[str, Any], current: Mapping[str, Any], is_read_otherwise: bool
 ) -> list[str]:
-    """Return messages about changed data or base, by checksums; `is_read_otherwise`: changed settings explain the
-    data."""
+    """Return messages about changed data or base, by checksums; `is_read_otherwise`: changed settings explain it."""
     (data, *base), (data_now, *base_now) = str(saved.get("data")).split(), current["data"].split()
     was, is_ = saved.get("sources", {}), current["sources"]
     if base != base_now:

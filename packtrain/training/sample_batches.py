@@ -62,6 +62,7 @@ class SampleBatches(IndexedBatches):
 
     @property
     def windows(self) -> int:
+        """Rows of an epoch."""
         return len(self._row_starts) - 1
 
     def row_at(self, position: int, keys: RoundKeys) -> Batch:

@@ -121,8 +121,7 @@ class TeacherReader:
         self._run = self._session.executors(placed, plans)
 
     def read_targets(self, batch: Mapping[str, np.ndarray], num_top: int) -> np.ndarray:
-        """Return for each weighted target of a one-row batch the `num_top` likeliest ids and logits, see
-        unknown_records."""
+        """Return, for weighted targets of a one-row batch, `num_top` likeliest ids and logits; see unknown_records."""
         inputs = {name: batch[name] for name in ("tokens", "pos", "seq")}
         hidden = self._run["read"](inputs)["hidden"][0]
         positions = np.flatnonzero(batch["weights"][0])

@@ -43,6 +43,7 @@ class TextBatches(IndexedBatches):
 
     @property
     def windows(self) -> int:
+        """Rows of an epoch: windows of all documents."""
         return int(self._first_windows[-1])
 
     def row_at(self, position: int, keys: RoundKeys) -> Batch:
@@ -86,8 +87,7 @@ class TextBatches(IndexedBatches):
     def _shuffled_documents(
         self, first: int, count: int, keys: RoundKeys
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return where `count` documents, from number `first` of the epoch's order on, begin in the file, and their
-        lengths."""
+        """Return starts in the file, and lengths, of `count` documents, from number `first` of the epoch's order."""
         starts = self.tokens.starts
         documents = items_at(np.arange(first, min(first + count, len(starts))), len(starts), keys)
         next_starts = starts[(documents + 1) % len(starts)]
@@ -95,8 +95,7 @@ class TextBatches(IndexedBatches):
         return starts[documents], next_starts - starts[documents]
 
     def _make_row(self, token_start: int, count: int, keys: RoundKeys) -> Batch:
-        """Build a row of `count` targets, which follow stream index `token_start`; the rest is padding, as a
-        document."""
+        """Build a row of `count` targets, which follow stream index `token_start`; the rest is padding, a document."""
         positions = (token_start + np.arange(count + 1)) % self.size
         if self.shuffle_samples:
             positions = self._shuffled_positions(token_start, count + 1, keys)

@@ -84,7 +84,7 @@ class EngineStep:
         self.fed_batches: list[tuple[Executor, Batch]] = []
         # on all ranks, or they would not meet in the next exchange
         is_same_data = before is not None and all(
-            current_world().gather(_same_batches(before.batch_shares, batch_shares))
+            current_world().gather(_are_equal_batches(before.batch_shares, batch_shares))
         )
         self.last: Batch | None = {"loss": before.loss} if before and is_same_data else None
         self.evaluations, self.note = 0, ""
@@ -115,8 +115,7 @@ class EngineStep:
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        """Update the weights by the gradients that `evaluate` summed; `hyper` as in evaluate_and_update. Returns the
-        update graph's outputs, such as `squares`."""
+        """Update by the gradients that `evaluate` summed; `hyper`: see evaluate_and_update. Return the outputs."""
         executor, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
         updated = executor({name: values[name] for name in values.keys() & executor.inputs.keys()})
         if self.sums is not None:
@@ -124,9 +123,11 @@ class EngineStep:
         return updated
 
     def report(self, note: str) -> None:
+        """Keep a note on the step, for its record."""
         self.note = note
 
     def _run_graph(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
+        """Run the graph `name` on each of the inputs; the last micro-batch sends gradients to other ranks."""
         self.fed_batches = [(self.run[name], batch) for batch in inputs]
         sender = None
         if self.sums is not None and name == MICRO:
@@ -270,7 +271,7 @@ class TrainingEngine(StepEngine):
         return evaluate(self.run[EVALUATE], batches, preference, current_world(), eog_ids)
 
 
-def _same_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> bool:
+def _are_equal_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> bool:
     batch_pairs = zip(batches, other_batches, strict=False)
     matches = (np.array_equal(a[name], b[name]) for a, b in batch_pairs for name in b)
     return len(batches) == len(other_batches) and all(matches)
@@ -286,8 +287,7 @@ def evaluate(
     eog_ids: Sequence[int] = (),
 ) -> ValidationResult:  # fmt: skip
     """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`;
-    ids in `eog_ids` are also counted by themselves. The ranks take batches in turn, and the result has the bits of one
-    process."""
+    eog_ids are also counted apart. The ranks take batches in turn, and the result has one process's bits."""
     if preference is not None:
         return _evaluate_pairs(run, batches, preference, world)
     results: list[Any] = _share_out(batches, world, lambda batch: _batch_sums(run, batch, eog_ids))
@@ -313,8 +313,7 @@ def _share_out(batches: Iterable[Batch], world: World, measure: Callable[[Batch]
 
 
 def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSums:
-    """Run a batch; returns each row's sum of losses and of weights, the weight of targets that were the likeliest
-    token, and ValidationResult.eog_counts."""
+    """Run a batch; return each row's sums of losses and weights, the weight of right targets, and EOG counts."""
     outputs, weights = run({**batch, **with_targets(batch)}), batch["weights"]
     losses = outputs["losses"].astype(np.float64)
     hits = outputs.get("right", np.float64(math.nan))

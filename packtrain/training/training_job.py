@@ -187,10 +187,10 @@ class NewModel:
             transformer.initialize_weights(self.config, self.settings.seed, session.fill)
 
     def save_weights(self, path: Path, view: WeightReader) -> None:
-        self._save(path, view, "f32")
+        self._save_as_dtype(path, view, "f32")
 
     def write_result(self, view: WeightReader) -> None:
-        self._save(self.settings.output, view, self.settings.type)
+        self._save_as_dtype(self.settings.output, view, self.settings.type)
 
     def output_files(self) -> Mapping[Path, int]:
         weights = transformer.weights(self.config).values()
@@ -200,7 +200,7 @@ class NewModel:
         matrix_nbytes = DTYPES[self.settings.type].row_nbytes(num_matrix_values)
         return {self.settings.output: matrix_nbytes + vector_nbytes + words + HEAD_NBYTES}
 
-    def _save(self, path: Path, view: WeightReader, dtype: str) -> None:
+    def _save_as_dtype(self, path: Path, view: WeightReader, dtype: str) -> None:
         name = self.settings.output.stem.encode(errors="replace").decode()
         save_model(path, self.config, self.vocabulary, view, dtype=dtype, name=name)
 
@@ -219,7 +219,7 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
         raise InputError(fact)
     folder = writable(cache_root() / "tokens")
     start = open_start(settings)
-    corpus = prepare_corpus(_text_request(settings, start), folder, report, settings.memory)
+    corpus = prepare_corpus(_corpus_recipe(settings, start), folder, report, settings.memory)
     config = (start or settings).config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
     notes = (
         start.notes(settings) if start else _context_warning(settings.preset, config.context_length)
@@ -313,7 +313,7 @@ def make_optimizer(settings: RunSettings) -> Optimizer:
     return optimizer_class(**options | {"lr": settings.learning_rate})
 
 
-def _text_request(settings: TrainSettings, start: LlamaCppCheckpoint | None) -> CorpusRecipe:
+def _corpus_recipe(settings: TrainSettings, start: LlamaCppCheckpoint | None) -> CorpusRecipe:
     is_auto = settings.vocab_size == "auto"
     if not is_auto and not settings.vocab_size.isdecimal():
         raise InputError(f"--vocab-size {settings.vocab_size}: it must be a number, or auto")

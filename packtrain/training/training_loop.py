@@ -74,9 +74,8 @@ class TrainingLoop:
     # ---- training
 
     def train(self, monitor: RunMonitor, stopped: Callable[[], bool]) -> None:
-        """Train until the last step, or until early stopping. Raises Interrupted after saving if `stopped()`; NotFinite
-        for three bad steps in a row."""
-        while self.progress.step < self.job.steps and not self._stops_early():
+        """Train to the end or an early stop. Raises Interrupted, after saving, or NotFinite for three bad steps."""
+        while self.progress.step < self.job.steps and not self._report_early_stop():
             if current_world().any_rank(stopped()):
                 self.save(monitor)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
@@ -116,10 +115,11 @@ class TrainingLoop:
         }  # fmt: skip
         due = self._is_due(self.job.steps_per_eval, at_last_step=True)
         if self.job.valid is not None and (due or stop_reason(self.job.settings, self.progress)):
-            record |= self._validate()
+            record |= self._measure_validation()
         return record
 
-    def _validate(self) -> dict[str, float]:
+    def _measure_validation(self) -> dict[str, float]:
+        """Return the validation metrics by name; with --patience, save the weights if they are the best so far."""
         evaluated = self.engine.evaluate(self.job.validation_batches(), self.job.model.eog_ids)
         patient = bool(self.job.settings.patience)
         self.progress = self.progress.validated(evaluated.loss, evaluated.eog_counts, best=patient)
@@ -135,7 +135,7 @@ class TrainingLoop:
         at_end = at_last_step and self.progress.step == self.job.steps
         return at_end or bool(interval and self.progress.step % interval == 0)
 
-    def _stops_early(self) -> bool:
+    def _report_early_stop(self) -> bool:
         reason = stop_reason(self.job.settings, self.progress)
         if reason:
             self.events.message(f"stopped early: {reason}")
@@ -162,8 +162,7 @@ class TrainingLoop:
         self.events.checkpoint_saved(self.checkpoint)
 
     def _save_as(self, pattern: str, write_file: Callable[[Path], object]) -> None:
-        """Call write_file(path), path: `pattern` with the step for ITERATION; link it with LATEST. "" writes
-        nothing."""
+        """Call write_file(path), path: `pattern` with the step for ITERATION; link LATEST to it. "" writes nothing."""
         if not pattern:
             return
         numbered_path, latest_path = (

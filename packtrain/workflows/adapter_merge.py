@@ -103,8 +103,7 @@ def _write_calibrated(
     events: Events,
 ) -> None:  # fmt: skip
     """Write the merged file, `name` in its metadata, with matrices rounded by what they compute on data, or as an
-    adapter of `--aware` was trained for them to be; calls `done` as write_file does. Raises DoesNotFit if a limit is
-    too small."""
+    adapter of `--aware` was trained for them to be; calls `done` as write_file does. Raises DoesNotFit."""
     limited: AbstractContextManager[ReadingPlan | None]
     limited = pages_within(settings.resident, lambda: 0, PASSING_NBYTES)
     if merge_job.aware is not None:

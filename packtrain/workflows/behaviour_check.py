@@ -80,8 +80,7 @@ def read_answers(folder: Path) -> tuple[CheckedAnswer, ...]:
 
 
 def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
-    """Answer held-out questions in `budget` private bytes, report answers and save them in the run folder; a stop ends
-    only the check."""
+    """Answer held-out questions in `budget` private bytes, report and save answers; a stop ends only the check."""
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     (settings.folder / ANSWERS_FILE).unlink(missing_ok=True)
     questions = held_out_questions(job, settings.check_answers)
@@ -163,8 +162,7 @@ def _generate_replies(
     job: TrainingJob, model: ModelFile, prompts: Sequence[Sequence[int]], budget: int | None,
     stopped: Callable[[], bool],
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield (answer, reason why it ended) for each prompt's ids, with a KV cache within `budget` private bytes. Raises
-    DoesNotFit, InputError, and Interrupted on a stop."""
+    """Yield (answer, end reason) for each prompt, in `budget` bytes. Raises DoesNotFit, InputError, Interrupted."""
     target, tokenizer = job.settings.target, model.tokenizer()
     num_cells = min(max(map(len, prompts)) + MAX_TOKENS, model.config.context_length)
     check_cache(model, num_cells, "f16")

@@ -52,8 +52,7 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
 
 
 def compile_kernels(memory: str | None) -> None:
-    """With --memory (`memory`), compile missing kernels within the limit: this process is still small, so that a
-    refusal names what is enough for all that follows. Raises DoesNotFit."""
+    """Compile missing kernels within `memory` (--memory), while this process is small. Raises DoesNotFit."""
     if memory is not None:
         limit = parse_size(memory, "--memory")
         kernels.prepare(kernel_cache.kernel_modules(), limit, private_nbytes())
@@ -86,8 +85,7 @@ def fitting_reading(
 def limited_reading(
     settings: Any, readings: Iterable[ReadingPlan], work: str
 ) -> Iterator[ReadingPlan]:
-    """Yield the first of `readings` that fits --memory, or --resident, by which pages are limited, see
-    fitting_reading."""
+    """Yield the first of `readings` that fits --memory, or --resident, which limits pages; see fitting_reading."""
     if settings.resident is None:
         yield fitting_reading(settings.memory, readings, work)
         return

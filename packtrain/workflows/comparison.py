@@ -99,6 +99,7 @@ class Question:
 
     @property
     def text(self) -> str:
+        """The question alone: the last message."""
         return str(self.messages[-1]["content"])
 
 
@@ -246,8 +247,7 @@ def _is_right(final: str, reference: str, calls: ToolCallScore | None) -> bool:
 def _win_signs(
     win_rule: str, base_model: ComparedModel, answers: Sequence[str], is_right: Sequence[bool]
 ) -> list[int]:
-    """Return for each answer 1 if it wins by `win_rule` against the first model's, -1 if it loses, else 0. Rules: be
-    right (MATCH), be shorter, be longer."""
+    """Return for each answer 1 if it beats the first model's by `win_rule` (MATCH or length), -1 if it loses, or 0."""
     if win_rule == MATCH:
         return [int(a) - int(b) for a, b in zip(is_right, base_model.right, strict=True)]
     length_signs = [

@@ -175,8 +175,7 @@ class EvalDataLoader:
     report: ReportFunction
 
     def load(self, max_context: int) -> EvalData:
-        """Return the windows of a text, else samples or questions; `max_context` bounds rows without --ctx. Raises
-        InputError."""
+        """Return windows of a text, samples or questions; `max_context` bounds rows without --ctx. InputError."""
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)

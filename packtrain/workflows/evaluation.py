@@ -107,8 +107,7 @@ def _divergences(
     settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], datasets: Mapping[Path, EvalData],
     device: Target, events: Events,
 ) -> dict[str, Divergence]:  # fmt: skip
-    """Return {model's name: how far its predictions are from --kl-base's} on the model's dataset; {} without --kl-base.
-    Raises InputError, Interrupted."""
+    """Return {model: divergence of its predictions from --kl-base's}, or {}. Raises InputError, Interrupted."""
     base_path, cache_type = settings.kl_base, settings.cache_type or "f32"
     if base_path is None:
         return {}

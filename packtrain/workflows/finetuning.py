@@ -28,8 +28,7 @@ from packtrain.workflows.training_result import TrainingResult
 
 
 def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
-    """Tune a model, merge and measure; returns files, plan and losses. Raises InputError, DoesNotFit, DiskFull,
-    OSError, ArithmeticError."""
+    """Tune a model, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
     if rank() == 0:
         _check_outputs(settings)
     return execute_run(settings, prepare, events, _before_steps, _after_steps)
@@ -76,14 +75,14 @@ def _before_steps(fit: TrainingLoop, events: Events, stopped: Callable[[], bool]
     check_gradients(fit.job, fit.engine, events.message)
     if fit.job.valid is not None:
         with events.counting("validation of the base", "batch") as count:
-            evaluation = fit.engine.evaluate(_until_stopped(stopped, fit.job.counted(count)))
+            evaluation = fit.engine.evaluate(_interruptible(stopped, fit.job.counted(count)))
         fit.progress = replace(fit.progress, base=evaluation.loss, batches=fit.job.num_eval_batches)
         events.message(
             f"validation loss of the base: {evaluation.loss:.4f}, accuracy {100 * evaluation.accuracy:.1f} %"
         )
 
 
-def _until_stopped(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
+def _interruptible(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
     for batch in batches:
         if current_world().any_rank(stopped()):
             raise Interrupted("stopped before step 1")

@@ -238,8 +238,7 @@ def generate_reply(reply: Reply, seed: int, events: Events) -> GeneratedText:
 
 
 def cells(settings: GenerationSettings, config: Config, num_tokens: int, events: Events) -> int:
-    """Return the context length: --ctx, else `num_tokens` (what texts need) up to the model's own. Raises
-    InputError."""
+    """Return the context length: --ctx, else `num_tokens` (what texts need), at most the model's. Raises InputError."""
     context_size = settings.ctx or max(min(config.context_length, num_tokens), 1)
     check_context(config, context_size, events.message)
     return context_size
@@ -287,8 +286,7 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 
 
 def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
-    """Raise DoesNotFit for a cache of `num_cells` tokens that exceeds this machine, InputError for its type; loads
-    kernels."""
+    """Raise DoesNotFit for a cache of `num_cells` tokens beyond this machine, InputError for its type; load kernels."""
     c, available_nbytes, dtype = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
     each = (heads * dtype.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))

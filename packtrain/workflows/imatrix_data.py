@@ -20,8 +20,7 @@ IMATRIX_KEY = "quantize.imatrix"
 def weights(
     settings: QuantizeSettings, gguf: GGUF, types: Mapping[str, Dtype], events: Events
 ) -> tuple[dict[str, np.ndarray], dict[str, MetadataValue]]:
-    """Return ({matrix: mean squares of its inputs, (experts, columns)}, metadata on their origin). Raises
-    InputError."""
+    """Return ({matrix: mean squares of its inputs, (experts, columns)}, metadata on the data). Raises InputError."""
     assert settings.imatrix is not None
     importance = load_importance(settings.imatrix)
     weights_by_name = dict[str, np.ndarray]()

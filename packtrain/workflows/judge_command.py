@@ -26,8 +26,7 @@ def parse_command(command_text: str) -> list[str]:
 
 
 def judge_answers(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list[float]:
-    """Return the command's score of each answer, a line of JSON that it reads. Raises InputError if it fails, or prints
-    more."""
+    """Return the command's score of each answer, which it reads as JSON. Raises InputError if it fails or says more."""
     name, timeout_seconds = f"--judge {shlex.join(command)}", SECONDS_PER_ANSWER * len(answers)
     request_text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     try:
@@ -53,6 +52,7 @@ def judge_answers(command: Sequence[str], answers: Sequence[Mapping[str, str]]) 
 
 
 def _score(name: str, number: int, line: str) -> float:
+    """Return the score in a line of the judge's output, its line `number`. Raises InputError."""
     try:
         score = SCORE_WORDS[line.casefold()] if line.casefold() in SCORE_WORDS else float(line)
     except ValueError:

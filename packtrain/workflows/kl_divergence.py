@@ -72,8 +72,7 @@ class CachedPredictions:
         )  # fmt: skip
 
     def rows(self, batch: Batch) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield log-probabilities (V,) f64 at each scored position, and the token that follows there. Tokens with which
-        the previous text begins, too, are not read again."""
+        """Yield log-probabilities (V,) f64 and the next token at each scored position; common beginnings once."""
         context = self._context
         for ids, places, targets in scored_sequences(batch):
             num_cached = context.reuse(0, ids[: places[0] + 1])

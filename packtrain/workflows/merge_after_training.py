@@ -96,11 +96,11 @@ class FinishedFinetune:
         if adapter is not None and self.settings.merge != "none":
             merge = make_merge(self.subject, adapter, self.settings.tensor_type)
             error_by_matrix = self._write_merged(merge, self.settings.output)
-            self._report_narrow(merge)
+            self._report_narrow_adapters(merge)
         if self.job.valid is None:
             return
         try:
-            losses = self._measure_losses(adapter)
+            losses = self._measure_merge_losses(adapter)
         except DoesNotFit as error:
             return self.events.message(f"the losses are not measured: {error}")
         self.events.message(str(losses))
@@ -128,7 +128,7 @@ class FinishedFinetune:
             errors = merge.write_file(output_path, name_of(output_path), reading, data, block=count)
         return errors if reading is not None else None
 
-    def _report_narrow(self, merge: AdapterMerge) -> None:
+    def _report_narrow_adapters(self, merge: AdapterMerge) -> None:
         names = {name for adapter, _ in merge.adapters for name in adapter.lora_pairs}
         narrow = [
             n for n in names if merge.dtype not in (None, merge.stored(n), merge.types.get(n))
@@ -141,7 +141,7 @@ class FinishedFinetune:
 
     # ---- measuring
 
-    def _measure_losses(self, adapter: Adapter | None) -> MergeLosses:
+    def _measure_merge_losses(self, adapter: Adapter | None) -> MergeLosses:
         base, progress = self.subject.model, self.progress
         uses_best = self.settings.patience and (self.settings.folder / BEST_FILE).exists()
         last = progress.best if uses_best else progress.last

@@ -295,8 +295,7 @@ def _build_checked_job(
 
 
 def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[BackendRates, int]:
-    """Return (this machine's speed for the job's data, tokens that step 1 trains on); measuring may take `free`
-    bytes."""
+    """Return (this machine's speed for the job's data, tokens of step 1); measuring may take `free` bytes."""
     remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})

@@ -158,7 +158,7 @@ def _train_steps(
             return TrainingResult(*paths, run_plan, fit.progress, watch.peak.nbytes, True)
         if is_writer:
             fit.write_result()
-            watch.record_end(_run_summary(fit, run_plan, watch))
+            watch.record_end(_summary_record(fit, run_plan, watch))
         return TrainingResult(*paths, run_plan, fit.progress, watch.peak.nbytes, False)
 
 
@@ -257,7 +257,7 @@ def _sample_text(job: TrainingJob, engine: TrainingEngine, tokenizer: Tokenizer)
     return f"{SAMPLE_PREFIX}{job.settings.sample_prompt}{''.join(reply)}"
 
 
-def _run_summary(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> dict[str, Any]:
+def _summary_record(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> dict[str, Any]:
     peaks_by_device = device_peaks(run_plan.plans)
     summary = {
         "step": fit.progress.step, "planned_bytes": run_plan.planned_nbytes, "peak_bytes": watch.peak.nbytes,

@@ -49,7 +49,7 @@ class SavedLogits:
         head = np.frombuffer(data[len(MAGIC) : HEAD_NBYTES].tobytes().ljust(12, b"\0"), "<i4")
         context, vocab_size, num_windows = map(int, head)
         ids_end = HEAD_NBYTES + 4 * context * num_windows
-        shape = num_windows * (context - 1 - context // 2), _row_length(vocab_size)
+        shape = num_windows * (context - 1 - context // 2), _u16_per_position(vocab_size)
         if head.min() < 1 or len(data) != ids_end + 2 * shape[0] * shape[1]:
             raise InputError(f"--kl-base: {path} has {len(data):,} bytes, other than its head says")
         codes = data[ids_end:].view("<u2")
@@ -88,7 +88,7 @@ def save_logits(
 
 def encode_row(logprobs: np.ndarray) -> np.ndarray:
     """Return log-probabilities (V,) as the file's u16 row: scale and least value, both f32, then V codes."""
-    largest, row = logprobs.max(), np.zeros(_row_length(len(logprobs)), "<u2")
+    largest, row = logprobs.max(), np.zeros(_u16_per_position(len(logprobs)), "<u2")
     smallest = max(logprobs.min(), largest - MAX_RANGE)
     scale = (largest - smallest) / MAX_CODE
     row[:4] = np.array([scale, smallest], "<f4").view("<u2")
@@ -97,7 +97,8 @@ def encode_row(logprobs: np.ndarray) -> np.ndarray:
     return row
 
 
-def _row_length(vocab_size: int) -> int:
+def _u16_per_position(vocab_size: int) -> int:
+    """Return how many u16 numbers a position has: scale and minimum (4), then V logits, padded to an even number."""
     return 4 + vocab_size + vocab_size % 2
 
 

@@ -36,8 +36,7 @@ class TrainingResult:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Validation answers whose end token the result predicts, and all that are not cut off; (0, 0) if unknown, as
-        with mask_prompt=False."""
+        """Answers whose end token the result predicts, and all with an end; (0, 0) if unknown (mask_prompt=False)."""
         return self.progress.ends
 
     @property

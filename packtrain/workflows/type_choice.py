@@ -111,6 +111,7 @@ class TypeChoiceResult:
 
     @property
     def enough(self) -> bool:
+        """Whether the best type keeps the share of the gain that --keep asks for."""
         return self.best.kept >= self.keep
 
 
@@ -135,7 +136,7 @@ def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
     trial, merged_path = (output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in "ab")
     try:
         with atomic_path(output) as best_path:
-            return _try_types(settings, events, trial, best_path, merged_path)
+            return _measure_types(settings, events, trial, best_path, merged_path)
     finally:
         for temporary_path in (trial, merged_path):
             temporary_path.unlink(missing_ok=True)
@@ -162,13 +163,12 @@ def _check_inputs(settings: ChooseSettings) -> None:
     check_output(settings.output, "-o", input_paths, settings.overwrite)
 
 
-def _try_types(
+def _measure_types(
     settings: ChooseSettings, events: Events, trial: Path, best_path: Path, merged_path: Path
 ) -> TypeChoiceResult:
-    """Write every candidate to `trial` and measure it; leaves the best file at `best_path`, a merged adapter at
-    `merged_path`, and returns all trials."""
+    """Write all candidates to `trial`, measure; leave the best at best_path, a merged adapter at merged_path."""
     progress_events, tuned_path = ProgressEvents(events), settings.tuned
-    if _is_adapter(tuned_path):
+    if _is_adapter_file(tuned_path):
         adapters = (str(tuned_path),)
         merge_settings = MergeSettings(settings.model, adapters, merged_path, "f32", overwrite=True)
         merge(merge_settings, progress_events)
@@ -206,7 +206,7 @@ def _check_memory(settings: ChooseSettings, tuned: Path, events: Events) -> None
     typed_models = [
         (model, calibrated_types(tensor_dtypes(model.gguf, mix), model)) for mix in mixes
     ]
-    if _is_adapter(settings.tuned):
+    if _is_adapter_file(settings.tuned):
         base = open_model(settings.model)
         adapters = read_scaled((str(settings.tuned),), base.gguf)
         merge_job = AdapterMerge(base, adapters, None, {}, use_data=True)
@@ -231,7 +231,7 @@ def _needs_data(type_name: str) -> bool:
     return bool(MIXES[type_name.upper()].dtype.column_weights_need)
 
 
-def _is_adapter(path: Path) -> bool:
+def _is_adapter_file(path: Path) -> bool:
     return GGUF(path).metadata.get("general.type") == "adapter"
 
 
@@ -254,7 +254,7 @@ def _candidates(
     if settings.calibrate is not None:
         rounding_methods.append((WITH_DATA, settings.calibrate))
     is_quantized = any(entry.dtype.quantized for entry in GGUF(settings.model).entries.values())
-    if _is_adapter(settings.tuned) and is_quantized:
+    if _is_adapter_file(settings.tuned) and is_quantized:
         for method, data_path in rounding_methods:
             yield BASE_TYPE_LABEL, method, partial(_write_merged, settings, data_path, events)
     for name in settings.type or DEFAULT_TYPES:

@@ -60,8 +60,7 @@ NUMBERED = ("w1", "w3", "w2")
 def feed_forward(
     module: str, suffix: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """Return {checkpoint's module: GGUF name} of a feed-forward: `{module}.{names[0]}` is ffn_gate, then ffn_up and
-    ffn_down, each followed by `suffix`."""
+    """Return {module: GGUF name}: `{module}.{names[0]}` is ffn_gate, then ffn_up, ffn_down; with `suffix`."""
     parts = zip(names, ("gate", "up", "down"), strict=True)
     return {f"{module}.{name}": f"ffn_{part}{suffix}" for name, part in parts}
 

@@ -39,6 +39,7 @@ class HFConfig:
     notes: list[str] = field(default_factory=list, compare=False)
 
     def wrong(self, key: str, value: Any, expected: str) -> InputError:
+        """Return the error for a key with this value, which must be as `expected` says."""
         value_text = "missing" if value is None else " ".join(repr(value).split())[:80]
         return InputError(f"{self.path}: {key} is {value_text}; it must be {expected}")
 
@@ -122,8 +123,7 @@ class HFConfig:
         return list(types)
 
     def layer_windows(self, blocks: int, is_required: bool = False) -> list[bool]:
-        """Return for each block whether it has a window, by `layer_types` (`is_required`: only so) or the pattern; else
-        []."""
+        """Return whether each block has a window, by `layer_types` (`is_required`: only so) or the pattern; else []."""
         type_names, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
         if type_names is not None or is_required:
             return [layer_type == SLIDING for layer_type in self.layer_types(blocks, SLIDING, FULL)]

@@ -59,7 +59,7 @@ class Dataset:
               batch has its own arrays
         Raises InputError for positions outside the dataset, and whole numbers that do not fit their type.
         """
-        positions = np.arange(len(self)) if order is None else self._checked_order(order)
+        positions = np.arange(len(self)) if order is None else self._valid_order(order)
         for batch_start in range(0, len(positions) - size + 1, size):
             batch = {n: a[:size] for n, a in (into or self._batch_buffers(size)).items()}
             for name, column in self.columns.items():
@@ -69,7 +69,7 @@ class Dataset:
     def _batch_buffers(self, size: int) -> Values:
         return {name: np.empty((size, *v.shape[1:]), v.dtype) for name, v in self.columns.items()}
 
-    def _checked_order(self, order: np.ndarray | Sequence[int]) -> np.ndarray:
+    def _valid_order(self, order: np.ndarray | Sequence[int]) -> np.ndarray:
         places = np.asarray(order)
         is_invalid = places.dtype.kind not in "iu" or places.ndim != 1
         if is_invalid or (places.size and not 0 <= places.min() <= places.max() < len(self)):

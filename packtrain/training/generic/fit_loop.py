@@ -78,8 +78,7 @@ class Fitted:
         ]  # fmt: skip
 
     def to_frame(self) -> Any:
-        """Return `history` as a pandas DataFrame: a row per epoch with epoch, seconds, loss, val_loss. Raises
-        InputError without pandas."""
+        """Return `history` as a pandas DataFrame: epoch, seconds, loss, val_loss. Raises InputError without pandas."""
         return to_frame(self.history)
 
     def plot(self) -> Html:
@@ -132,6 +131,7 @@ def fit(
 
 
 def _check(epochs: int, callbacks: Callbacks, val_split: float, valid_data: object) -> None:
+    """Raise InputError for arguments of fit that are out of range or do not go together."""
     if not isinstance(epochs, int | np.integer) or epochs < 0:
         raise InputError(f"epochs={epochs!r} must be a whole number, 0 or more")
     if not isinstance(callbacks, Callbacks):
@@ -250,8 +250,7 @@ def _with_schedule(
     callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
 ) -> Callbacks:
     """Return the callbacks with a `before` that sets each step's learning rate: schedule(step), or if `schedule` is a
-    name, that schedule of `train` from peak `lr` over `steps`: warm-up over a twentieth, then decay to a hundredth of
-    the rate."""
+    name, that schedule of `train` from peak `lr` over `steps`: warm-up over a twentieth, then decay to a hundredth."""
     if schedule is None:
         return callbacks
     if schedule not in SCHEDULE_NAMES and not callable(schedule):

@@ -78,7 +78,7 @@ class FitRecorder:
 
     def record_step(self, result: Result, norm: float) -> None:
         """Note a step's mean loss (the last added to `result`), gradient norm and speed for the next record."""
-        self._write()
+        self._write_record()
         seconds, step_end = time.perf_counter() - self.step_start, time.perf_counter()
         self.step_start, batch = step_end, self.trainer.batch
         self.progress = replace(self.progress.after_step(batch, seconds), step=self.trainer.done)
@@ -97,10 +97,10 @@ class FitRecorder:
                 error = eval_result.accuracy_error
                 self.last |= {"val_accuracy": eval_result.accuracy, "val_accuracy_error": error}
             self.progress = self.progress.validated(eval_result.loss)
-        self._write()
+        self._write_record()
         self.save()
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         if self.monitor is not None and self.last:
             self.monitor.record_step(self.last)
         self.last = {}
@@ -109,7 +109,7 @@ class FitRecorder:
         """Write pending metrics and a checkpoint; nothing without a folder."""
         if self.monitor is None or self.folder is None:
             return
-        self._write()
+        self._write_record()
         self.monitor.save()
         checkpoints.save(self.folder / CHECKPOINT, self.progress, self.about, self.trainer.saved)
         self.step_start = time.perf_counter()

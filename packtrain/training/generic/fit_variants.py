@@ -145,7 +145,7 @@ class FitRequest:
             if value is not None and (not isinstance(value, int | np.integer) or value < 1):
                 raise InputError(f"{name}={value!r} must be a whole number, 1 or more")
         if isinstance(self.model, Model | Tensor):
-            sizes = [self._built_size()]
+            sizes = [self._built_batch_size()]
         elif self.physical is not None:
             sizes = [self.physical]
         elif self.batch is None:
@@ -158,7 +158,8 @@ class FitRequest:
             raise InputError(fact)
         return sizes
 
-    def _built_size(self) -> int:
+    def _built_batch_size(self) -> int:
+        """Return the number of datapoints for which the model is built. Raises InputError if `physical` differs."""
         inputs = self.build_model(0).inputs
         sizes = {name: leaf.shape[0] for name, leaf in inputs.items() if leaf.shape}
         rows = next(iter(sizes.values()), 0)

@@ -77,9 +77,9 @@ class Trainer(StepEngine):
         self._batch_buffers = dict[str, np.ndarray]()  # a batch of data
         self.optimizer, self.lr = optimizer, optimizer.lr if optimizer else 0.0
         super().__init__(Session(), self.form.placed, self.form.plans, seed)
-        self._init_weights(values or {})
+        self._set_initial_weights(values or {})
 
-    def _init_weights(self, values: Arrays) -> None:
+    def _set_initial_weights(self, values: Arrays) -> None:
         weights = {n: t for n, t in self.form.leaves.items() if t.kind == "weight"}
         unknown = sorted(values.keys() - weights.keys())
         if unknown:
@@ -112,8 +112,7 @@ class Trainer(StepEngine):
         return self.form.rows * self.form.micros
 
     def batches(self, data: Dataset, size: int, order: np.ndarray | None) -> Iterator[Arrays]:
-        """Yield batches of `size` datapoints at `order` in the model's types, in memory that the next batch
-        overwrites."""
+        """Yield batches of `size` datapoints at `order` in the model's types, in memory that the next overwrites."""
         if self._batch_buffers.keys() != data.columns.keys():
             specs = {name: self.form.inputs[name] for name in data.columns}
             self._batch_buffers = {
@@ -144,7 +143,7 @@ class Trainer(StepEngine):
     @property
     def gradients(self) -> dict[str, np.ndarray]:
         """Sums of gradients since the last `fresh` physical batch, by weight; see add_gradients. Raises InputError."""
-        self._check_sums()
+        self._require_micro_batches()
         trained = (w.label for w in self.model.trained)
         return {name: self.session.get(f"g/{name}") for name in trained}
 
@@ -157,13 +156,13 @@ class Trainer(StepEngine):
     def add_gradients(self, batch: Arrays, fresh: bool) -> Arrays:
         """Add the gradients of a physical batch to their sums; with `fresh`, the sums begin anew. Returns the batch's
         outputs. Raises InputError where a step has only one physical batch and one evaluation."""
-        self._check_sums()
+        self._require_micro_batches()
         self._num_summed = 1 if fresh else self._num_summed + 1
         fresh_flag = np.array(float(fresh), np.float32)
         number = self.done * self.form.micros + self._num_summed
         return self.run[MICRO]({**self._graph_inputs(MICRO, batch, number), "fresh": fresh_flag})
 
-    def _check_sums(self) -> None:
+    def _require_micro_batches(self) -> None:
         if MICRO not in self.run:
             raise InputError("gradients are summed only if batch is larger than the physical batch")
 
@@ -228,8 +227,7 @@ class Trainer(StepEngine):
 
 
 def _check_choices(optimizer: Optimizer | None, **chosen: tuple[str, tuple[str, ...]]) -> None:
-    """Raise InputError unless each argument, name=(value, choices), has a value among its choices, and the optimizer's
-    settings are within bounds."""
+    """Raise InputError unless each argument, name=(value, choices), has a choice's value and settings are in bounds."""
     for name, (value, choices) in chosen.items():
         if value not in choices:
             raise InputError(f"{name}={value!r} must be one of {', '.join(choices)}")

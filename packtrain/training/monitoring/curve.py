@@ -66,7 +66,7 @@ class LossCurve:
         means = self.bin_sums[filled_bins] / self.bin_counts[filled_bins]
         losses = [*minima, *maxima, *(loss for _, loss in self.valid_points)]
         if not losses:
-            return _picture([_text(WIDTH / 2, HEIGHT / 2, "no finite loss yet", "middle")])
+            return _svg_document([_svg_text(WIDTH / 2, HEIGHT / 2, "no finite loss yet", "middle")])
         bad_steps = (np.flatnonzero(self.bad_counts) * self.bin_steps + 1).tolist()
         last_step = max([*steps, *bad_steps, *(step for step, _ in self.valid_points), 1])
         lowest, highest = min(losses), max(losses)
@@ -77,22 +77,22 @@ class LossCurve:
         outline = [*zip(steps, maxima, strict=True), *zip(steps[::-1], minima[::-1], strict=True)]
         mean_points = list(zip(steps, running_mean(means, half_window), strict=True))
         elements = [
-            *_axes(axes),
-            _path(axes, outline, f'fill="{PALE}" stroke="{PALE}"'),
-            _path(axes, mean_points, f'fill="none" stroke="{BLUE}" stroke-width="2"'),
+            *_axis_elements(axes),
+            _polyline(axes, outline, f'fill="{PALE}" stroke="{PALE}"'),
+            _polyline(axes, mean_points, f'fill="none" stroke="{BLUE}" stroke-width="2"'),
             # a path of one point is invisible
-            *(_dots(axes, mean_points, BLUE) if len(mean_points) == 1 else ()),
-            _path(axes, self.valid_points, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
-            *_dots(axes, self.valid_points, ORANGE),
+            *(_circles(axes, mean_points, BLUE) if len(mean_points) == 1 else ()),
+            _polyline(axes, self.valid_points, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
+            *_circles(axes, self.valid_points, ORANGE),
             *(
                 f'<path d="M{axes.x(step):.1f} {BOTTOM}v-8" stroke="{RED}" stroke-width="2"/>'
                 for step in bad_steps
             ),
-            self._legend((2 * half_window + 1) * self.bin_steps, bool(bad_steps)),
+            self._legend_elements((2 * half_window + 1) * self.bin_steps, bool(bad_steps)),
         ]
-        return _picture(elements)
+        return _svg_document(elements)
 
-    def _legend(self, num_averaged: int, has_bad: bool) -> str:
+    def _legend_elements(self, num_averaged: int, has_bad: bool) -> str:
         range_text = "" if self.bin_steps == 1 else f", range of {self.bin_steps:,} steps"
         entries = [(PALE if num_averaged > 1 else BLUE, f"training loss{range_text}")]
         if num_averaged > 1:
@@ -102,7 +102,7 @@ class LossCurve:
         if has_bad:
             entries.append((RED, "not finite"))
         spans = (f'<tspan dx="14" fill="{color}">■</tspan> {text}' for color, text in entries)
-        return _text(LEFT - 14, 32, "".join(spans), "start")
+        return _svg_text(LEFT - 14, 32, "".join(spans), "start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def round_ticks(
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)], decimals
 
 
-def _picture(elements: Sequence[str]) -> str:
+def _svg_document(elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" stroke-linejoin="round" role="img">'
@@ -149,35 +149,35 @@ def _picture(elements: Sequence[str]) -> str:
     return "\n".join([head, "<title>loss of a training run</title>", card, *elements, "</svg>", ""])
 
 
-def _axes(axes: LossAxes) -> list[str]:
+def _axis_elements(axes: LossAxes) -> list[str]:
     elements = []
     ticks, decimals = round_ticks(axes.min_loss, axes.max_loss, 7, 0.0)
     for loss in ticks:
         y = axes.y(loss)
         elements.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{GRID}"/>')
-        elements.append(_text(LEFT - 8, y + 4, f"{loss:.{decimals}f}", "end"))
+        elements.append(_svg_text(LEFT - 8, y + 4, f"{loss:.{decimals}f}", "end"))
     steps, _ = round_ticks(0, axes.last, 8, 1.0)
     for step in steps:
         x = axes.x(step)
         elements.append(f'<path d="M{x:.1f} {BOTTOM}v5" stroke="{INK}"/>')
-        elements.append(_text(x, BOTTOM + 19, f"{step:,.0f}", "middle"))
+        elements.append(_svg_text(x, BOTTOM + 19, f"{step:,.0f}", "middle"))
     elements.append(f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{INK}"/>')
-    elements.append(_text((LEFT + RIGHT) / 2, BOTTOM + 40, "step", "middle"))
-    elements.append(_text(LEFT - 8, TOP - 14, "loss", "end"))
+    elements.append(_svg_text((LEFT + RIGHT) / 2, BOTTOM + 40, "step", "middle"))
+    elements.append(_svg_text(LEFT - 8, TOP - 14, "loss", "end"))
     return elements
 
 
-def _path(axes: LossAxes, points: Sequence[Point], style: str) -> str:
+def _polyline(axes: LossAxes, points: Sequence[Point], style: str) -> str:
     coordinates = " ".join(f"{axes.x(step):.1f},{axes.y(loss):.1f}" for step, loss in points)
     return f'<polyline points="{coordinates}" {style}/>'
 
 
-def _dots(axes: LossAxes, points: Sequence[Point], color: str) -> list[str]:
+def _circles(axes: LossAxes, points: Sequence[Point], color: str) -> list[str]:
     return [
         f'<circle cx="{axes.x(step):.1f}" cy="{axes.y(loss):.1f}" r="3.5" fill="{color}" stroke="#fff"/>'
         for step, loss in points
     ]
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
+def _svg_text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}">{text}</text>'

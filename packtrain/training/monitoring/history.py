@@ -50,7 +50,7 @@ class MetricSeries:
         values = [record.get(name, math.nan) for name in self.column_names]
         counts = [int(math.isfinite(value)) for value in values]
         if self._rows and self._last_row_records < self.records_per_row:
-            self._join_row(-1, values, counts)
+            self._merge_into_row(-1, values, counts)
             self._row_versions[-1] = version
             self._last_row_records += 1
             return
@@ -66,11 +66,12 @@ class MetricSeries:
         later_rows = list(zip(self._rows[1::2], self._value_counts[1::2], strict=True))
         self._rows, self._value_counts = self._rows[::2], self._value_counts[::2]
         for row_index, (values, counts) in enumerate(later_rows):
-            self._join_row(row_index, values, counts)
+            self._merge_into_row(row_index, values, counts)
         self._row_versions = [version] * len(self._rows)
         self.records_per_row *= 2
 
-    def _join_row(self, at: int, values: list[float], counts: list[int]) -> None:
+    def _merge_into_row(self, at: int, values: list[float], counts: list[int]) -> None:
+        """Join a record's values (one a column, with their counts) into the row with index `at`."""
         row, value_counts = self._rows[at], self._value_counts[at]
         for k, join in enumerate(self._join_functions):
             if counts[k]:
@@ -116,8 +117,8 @@ HEAD_NBYTES = 256  # first bytes, by which a replaced file is recognized
 
 
 class LineReader:
-    """Lines of a file that another process writes: `new_lines()` yields complete ones since the last call, or all lines
-    if the file was replaced or cut.
+    """Lines of a file that another process writes: `new_lines()` yields complete ones since the last call, or all of a
+    file replaced or cut.
 
     on_reset  called before all lines come again
     """
@@ -133,21 +134,22 @@ class LineReader:
                 yield from self._remaining_lines(file)
         except FileNotFoundError:
             if self._offset:
-                self._reset()
+                self._start_over()
         except OSError:
             return
 
-    def _reset(self) -> None:
+    def _start_over(self) -> None:
         self._offset, self._head_bytes = 0, b""
         self.on_reset()
 
     def _remaining_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield the lines from where the last call stopped; from the start if the file was replaced or cut."""
         file_stat = os.fstat(file.fileno())
         file_key = file_stat.st_dev, file_stat.st_ino
         read_head = file.read(len(self._head_bytes))
         is_same_file = file_key == self._file_key and read_head == self._head_bytes
         if self._offset and (not is_same_file or file_stat.st_size < self._offset):
-            self._reset()
+            self._start_over()
         self._file_key = file_key
         file.seek(self._offset)
         while line := file.readline(MAX_LINE_NBYTES):
@@ -171,14 +173,14 @@ class RunHistory:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self._metrics_reader = LineReader(folder / METRICS_FILE, self._reset)
+        self._metrics_reader = LineReader(folder / METRICS_FILE, self._start_over)
         self._samples_reader = LineReader(folder / SAMPLES_FILE, self._reset_samples)
         self.about, self.settings = dict[str, Any](), dict[str, Any]()
         self._file_times, self.settings_version, self._version = (0, 0), 0, 0
         self._reset_samples()
-        self._reset()
+        self._start_over()
 
-    def _reset(self) -> None:
+    def _start_over(self) -> None:
         self.train, self.valid = MetricSeries(TRAIN_COLUMNS), MetricSeries(VALID_COLUMNS)
         self.step = self.num_damaged = 0
         self.now = dict[str, float]()

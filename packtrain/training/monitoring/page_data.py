@@ -60,7 +60,7 @@ class RunsPageData:
         if now - self._found_time >= (REFRESH_SECONDS if self.get_peak_nbytes else SEARCH_SECONDS):
             folders = self.find_runs()
             self.runs = {
-                name: self._known_run(name, folder) or RunHistory(folder, name) for name, folder in folders.items()
+                name: self._run_in_folder(name, folder) or RunHistory(folder, name) for name, folder in folders.items()
             }  # fmt: skip
             self._found_time = now
         self.version += 1
@@ -70,7 +70,7 @@ class RunsPageData:
             self._messages_version = self._num_messages, self.version
         self._read_time, self._is_end_read = time.monotonic(), is_ended
 
-    def _known_run(self, name: str, folder: Path) -> RunHistory | None:
+    def _run_in_folder(self, name: str, folder: Path) -> RunHistory | None:
         run = self.runs.get(name)
         return run if run is not None and run.folder == folder else None
 
@@ -89,7 +89,7 @@ class RunsPageData:
             "messages": list(self.messages)
             if self._messages_version[1] > since_version or not since_version
             else None,
-            "runs": [self._run_changes(run, since_version) for run in self.runs.values()],
+            "runs": [self._changes_since(run, since_version) for run in self.runs.values()],
         }  # fmt: skip
 
     def json_bytes(self, since_version: int = 0, session: str = "") -> bytes:
@@ -97,7 +97,7 @@ class RunsPageData:
             self.data(since_version, session), separators=(",", ":"), allow_nan=False
         ).encode()
 
-    def _run_changes(self, run: RunHistory, since_version: int) -> dict[str, Any]:
+    def _changes_since(self, run: RunHistory, since_version: int) -> dict[str, Any]:
         changes: dict[str, Any] = run.table_row()
         if self.get_peak_nbytes is not None:
             changes["state"] = (

@@ -1,7 +1,6 @@
 """The progress of a run: one line that is redrawn on a terminal, occasional lines elsewhere.
 
-Input: metrics records and peak private memory. No thread: a line is drawn when a step ends. TERM=dumb gets plain
-lines."""
+Input: metrics records and peak private memory. No thread: a line is drawn when a step ends. TERM=dumb: plain lines."""
 
 import math
 import os

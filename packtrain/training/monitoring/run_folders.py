@@ -56,7 +56,7 @@ def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterat
     headings = [
         *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"], "last record",
     ]  # fmt: skip
-    table_cells = [[*headings, *differ], *(_row_cells(row, differ) for row in run_rows)]
+    table_cells = [[*headings, *differ], *(_table_cells(row, differ) for row in run_rows)]
     widths = [max(len(row[k]) for row in table_cells) for k in range(len(table_cells[0]))]
     column_ends = itertools.accumulate(widths, lambda column_end, wide: column_end + 2 + wide)
     num_columns = max(sum(column_end <= width for column_end in column_ends), 2)
@@ -65,7 +65,7 @@ def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterat
         yield f"for {', '.join(left_out)}: a wider terminal, --json or --html"
 
 
-def _row_cells(row: dict[str, Any], setting_names: Sequence[str]) -> list[str]:
+def _table_cells(row: dict[str, Any], setting_names: Sequence[str]) -> list[str]:
     of_total = f"/{row['steps']:,}" if row["steps"] else ""
     figures = [
         f"{row['step']:,}{of_total}", _number_text(row["tokens"], "{:,.0f}".format),
@@ -73,7 +73,7 @@ def _row_cells(row: dict[str, Any], setting_names: Sequence[str]) -> list[str]:
         _number_text(row["tokens_per_second"], "{:,.0f}".format), _number_text(row["seconds"], clock),
         ago(time.time() - row["changed"]) if row["changed"] else "-",
     ]  # fmt: skip
-    settings = (_clipped_setting(row["settings"][name]) for name in setting_names)
+    settings = (_shortened_setting(row["settings"][name]) for name in setting_names)
     return [printable(row["name"]), row["state"], *figures, *settings]
 
 
@@ -81,7 +81,7 @@ def _number_text(value: float | None, format_number: Callable[[float], str]) -> 
     return "-" if value is None or not math.isfinite(value) else format_number(value)
 
 
-def _clipped_setting(value: str | None) -> str:
+def _shortened_setting(value: str | None) -> str:
     text = printable(value or "-")
     return text if len(text) <= MAX_SETTING_CHARS else f"…{text[1 - MAX_SETTING_CHARS :]}"
 

@@ -17,14 +17,12 @@ _asset = partial(asset_text, __package__)
 @cache
 def live_page() -> tuple[str, str]:
     """Return the HTML of the live page, and its Content-Security-Policy."""
-    return _filled_page("", "connect-src 'self'; frame-src 'self'")
+    return _fill_page("", "connect-src 'self'; frame-src 'self'")
 
 
 def page_with_data(data: Mapping[str, Any]) -> str:
     """Return the HTML of a still page that shows the data of `RunsPageData.data`."""
-    text, _ = _filled_page(
-        script_safe(json.dumps(data, separators=(",", ":"), allow_nan=False)), ""
-    )
+    text, _ = _fill_page(script_safe(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
     return text
 
 
@@ -41,7 +39,7 @@ def scriptless_page(title: str, body: str, style_asset: str) -> str:
     )
 
 
-def _filled_page(data: str, extra_policy: str) -> tuple[str, str]:
+def _fill_page(data: str, extra_policy: str) -> tuple[str, str]:
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{content_hash(style)}';"

@@ -43,7 +43,7 @@ class EventFile:
     def _write(self, event: bytes) -> None:
         event_bytes = struct.pack("<Bd", 1 << 3 | 1, time.time()) + event
         size = struct.pack("<Q", len(event_bytes))
-        self.file.write(size + _checksum(size) + event_bytes + _checksum(event_bytes))
+        self.file.write(size + _masked_crc(size) + event_bytes + _masked_crc(event_bytes))
 
 
 # ---- fields of protocol buffers: number, value -> bytes ----------------------------------------------------------
@@ -59,22 +59,23 @@ def _varint_field(field_number: int, value: int) -> bytes:
 
 
 def _message(field_number: int, value: bytes) -> bytes:
+    """Encode bytes as a length-delimited field of a protocol buffer."""
     return bytes([field_number << 3 | 2]) + _varint(len(value)) + value
 
 
 # ---- the checksum of TFRecords: CRC-32C, rotated and shifted by a constant ---------------------------------------
 
 
-def _remainder(byte: int) -> int:
+def _crc_remainder(byte: int) -> int:
     for _ in range(8):
         byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
     return byte
 
 
-REMAINDERS = [_remainder(byte) for byte in range(256)]
+REMAINDERS = [_crc_remainder(byte) for byte in range(256)]
 
 
-def _checksum(data: bytes) -> bytes:
+def _masked_crc(data: bytes) -> bytes:
     crc = 0xFFFFFFFF
     for byte in data:
         crc = REMAINDERS[(crc ^ byte) & 0xFF] ^ crc >> 8

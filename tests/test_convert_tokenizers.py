@@ -358,7 +358,7 @@ def test_other_ids_are_refused_with_the_first_text_that_differs(
     tokenizer = written_tokenizer(folder_of(tmp_path, bytes_json()))
     monkeypatch.setattr(
         tokenizer_agreement,
-        "_package_encoder",
+        "_tokenizers_encoder",
         lambda path: lambda text: tokenizer.encode(text.lower()),
     )
     with pytest.raises(

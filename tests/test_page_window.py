@@ -224,9 +224,9 @@ def tuning(folder: Path, output: Path, *flags: str) -> list[str]:
 @pytest.fixture
 def smallest_windows(monkeypatch):
     """Windows have room for what one call reads, whatever the limit leaves."""
-    window = resident_limit._window
+    window = resident_limit._base_window
     monkeypatch.setattr(
-        resident_limit, "_window", lambda plans, nbytes, rate: window(plans, 0, rate)
+        resident_limit, "_base_window", lambda plans, nbytes, rate: window(plans, 0, rate)
     )
 
 

@@ -209,7 +209,7 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
         return Outcome(INVALID, str(error))
     theirs.no_truncation()
     notes: list[str] = []
-    tokenizer_agreement._package_encoder = lambda path: None
+    tokenizer_agreement._tokenizers_encoder = lambda path: None
     try:
         ours, steps = written_tokenizer(folder, notes), read_steps(path, read_json(path))
     except InputError as error:

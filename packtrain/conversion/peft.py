@@ -168,13 +168,13 @@ def _is_any(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
 
-def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
+def _check_is_target(path: Path, config: Mapping[str, Any], module: str) -> None:
     """Raise InputError for a module that is not among the targets: PEFT would ignore its A and B."""
 
     def is_listed(key: str) -> bool:
         listed_values = config.get(key)
         if isinstance(listed_values, str):
-            return listed_values == "all-linear" or _matches(path, key, listed_values, module)
+            return listed_values == "all-linear" or _is_match(path, key, listed_values, module)
         return any(f".{module}".endswith(f".{name}") for name in as_list(listed_values))
 
     def layer() -> bool:
@@ -193,7 +193,7 @@ def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
         )
 
 
-def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
+def _is_match(path: Path, key: str, pattern: str, module: str) -> bool:
     try:
         return re.fullmatch(pattern, module) is not None
     except re.error:
@@ -206,7 +206,7 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
     def setting(key: str, pattern_key: str, default: Any) -> Any:
         names = {module, language_model_name(module)}  # versions of transformers name it otherwise
         for pattern, value in as_object(config.get(pattern_key)).items():
-            if any(_matches(path, pattern_key, rf"(.*\.)?({pattern})", name) for name in names):
+            if any(_is_match(path, pattern_key, rf"(.*\.)?({pattern})", name) for name in names):
                 return value
         return config.get(key, default)
 
@@ -233,7 +233,7 @@ def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dic
         module = language_model_name(name_match[1])
         if module not in modules:
             raise InputError(f"{path}: {_unknown_module_message(module, model)}")
-        _check_target(path.with_name(CONFIG), config, name_match[1])
+        _check_is_target(path.with_name(CONFIG), config, name_match[1])
         half_matrix = dequantize(stored_tensor.array())
         if half_matrix.ndim != 2 or 0 in half_matrix.shape or not np.isfinite(half_matrix).all():
             fact = f"{path}: {name} is {[*half_matrix.shape]}"
@@ -297,8 +297,7 @@ def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_ex
 
 
 def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
-    """Write an adapter of the base `model` as a PEFT folder; return the number of tensors. Raises InputError for
-    matrices that no checkpoint has, or a folder that cannot be created."""
+    """Write an adapter of the base `model` as a PEFT folder; return the number of tensors. Raises InputError."""
     modules = {
         module: p for module, p in adapted_matrices(model).items() if p.tensor in adapter.lora_pairs
     }

@@ -84,7 +84,7 @@ class BeamSearch:
             active = self._assign_sequences(self._next_beams(active, logits))
             self.writing.add(len(logits), time.perf_counter() - start_time)
         if stop_reason != "found":
-            self._keep_best([replace(beam, end_reason=stop_reason) for beam in active])
+            self._keep_best_finished([replace(beam, end_reason=stop_reason) for beam in active])
         return self._finished_beams
 
     def beam_text(self, beam: Beam) -> str:
@@ -115,12 +115,11 @@ class BeamSearch:
                 finished_beams.append(replace(beam, end_reason=reason))
             if not reason and len(next_beams) < beam_width:
                 next_beams.append(beam)
-        self._keep_best(finished_beams)
+        self._keep_best_finished(finished_beams)
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Extend beams by a token, by logits (beams, V); return the likeliest, so that `width` without ended ones
-        remain."""
+        """Extend beams by a token, by logits (beams, V); return the likeliest, `width` of them without ended ones."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()
@@ -134,7 +133,7 @@ class BeamSearch:
             ]
         return sorted(candidates, key=lambda beam: -beam.log_prob)[:count]
 
-    def _keep_best(self, finished: list[Beam]) -> None:
+    def _keep_best_finished(self, finished: list[Beam]) -> None:
         ranked_beams = sorted(
             (*self._finished_beams, *finished), key=lambda beam: -beam.score(self._search.penalty)
         )

@@ -28,8 +28,7 @@ def model_pooling(model: ModelFile) -> str:
 
 
 def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
-    """Return one vector (C,) of a text's token vectors `hidden` (T, C): their "mean", the first ("cls") or the last
-    ("last"); "none": return them all."""
+    """Return one vector (C,) of hidden (T, C): "mean", first ("cls"), last ("last"); "none": all vectors."""
     if pooling == "none":
         return hidden
     if pooling == "mean":
@@ -57,8 +56,7 @@ def context_dimensions(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[range]:
-    """Yield ranges of indices of texts, of these lengths in tokens, that one batch reads, in order: they fit its cells
-    and sequences."""
+    """Yield ranges of texts, whose lengths in tokens these are, that one batch's cells and sequences hold, in order."""
     batch_start = 0
     while batch_start < len(lengths):
         end, used = batch_start + 1, lengths[batch_start]

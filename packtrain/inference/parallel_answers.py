@@ -61,14 +61,14 @@ class ParallelAnswers:
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """Yield the number of an answer and a piece of its text, all of one answer before the next."""
         shown_lengths = [0] * len(self.answers)
-        for _ in self._run():
+        for _ in self._write_answers():
             for answer_index, answer in enumerate(self.answers):
                 yield answer_index, answer.text[shown_lengths[answer_index] :]
                 shown_lengths[answer_index] = len(answer.text)
                 if not answer.end_reason:
                     break
 
-    def _run(self) -> Iterator[None]:
+    def _write_answers(self) -> Iterator[None]:
         start_time, context = time.perf_counter(), self._context
         num_reused = context.reuse(0, self.prompt)
         first = context.decode(self.prompt[num_reused:], 0)[0]  # one row of logits for all chains

@@ -66,8 +66,7 @@ def _plan_before_loading(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
     """Return what search_plans returns, while no kernel is loaded. If the search itself would exceed the limit, plans
-    that recompute only what the user asked for, or what is nearly free, are made without a search and returned if they
-    fit."""
+    that recompute only what the user asked for, or what is nearly free, are made without a search, if they fit."""
     if private_nbytes() + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
         return search_plans(shape, request, report)
     plans = plan_in_process(unlimited(shape, request), request)
@@ -146,8 +145,7 @@ def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
 
 
 def plan_in_process(shape: StepShape, request: PlanRequest, search_peak: int = 0) -> TrainingPlans:
-    """Make plans in this process; if packing loads some kernels, load the others, whose memory alone is unknown.
-    `search_peak`: most bytes that this process had during a search."""
+    """Make plans here; if packing loads some kernels, load all. `search_peak`: most bytes during the search."""
     plans = request.make_plans(shape)
     if any(map(kernels.is_loaded, request.kernels.names)):
         request.kernels.load()
@@ -209,6 +207,7 @@ def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str
 def _refusal_text(
     headline: str, plans: TrainingPlans, space: str, suggested_change: str, spare_nbytes: int = 0
 ) -> str:
+    """Return `headline`, then the step's shape and choices, the bytes in `space`, its largest buffers and advice."""
     shape = plans.shape
     chosen = "".join(f"; {text}" for text in choice_texts(plans))
     size = f"{shape.num_micro_batches} × {shape.micro_batch_size} × {shape.seq_len}"

@@ -54,25 +54,25 @@ class BackendRates:
         return SHARES.get(work_kind, SHARE) * self.flops if measured_rate is None else measured_rate
 
     def on(self, backend: str) -> "BackendRates":
+        """Return the rates of the backend with this name; these rates if it has none of its own."""
         return self.backend_rates.get(backend, self)
 
     def with_data_shares(self, attended: float, targets: float = 1.0) -> "BackendRates":
-        """Return the rates for data of which attention computes only the share `attended`, and the loss the share
-        `targets`, as masks hide the rest."""
+        """Return the rates for data whose masks leave only these shares of scores and loss targets to compute."""
         peers = {n: r.with_data_shares(attended, targets) for n, r in self.backend_rates.items()}
         return replace(self, attended_share=attended, target_share=targets, backend_rates=peers)
 
     def for_threads(self, threads: int) -> "BackendRates":
         """Return the rates of `threads` times as many threads, each as fast as now."""
-        return replace(self._scaled(threads), threads=threads * self.threads)
+        return replace(self._scaled_rates(threads), threads=threads * self.threads)
 
     def slower(self, by: float) -> "BackendRates":
         """Return the rates if everything takes `by` times as long."""
-        return replace(self._scaled(1 / by), call=by * self.call, region=by * self.region)
+        return replace(self._scaled_rates(1 / by), call=by * self.call, region=by * self.region)
 
-    def _scaled(self, by: float) -> "BackendRates":
-        kind_rates = {kind: by * rate for kind, rate in self.kinds.items()}
-        scaled = {n: by * getattr(self, n) for n in ("flops", "nbytes", "cache_nbytes", "link")}
+    def _scaled_rates(self, factor: float) -> "BackendRates":
+        kind_rates = {kind: factor * rate for kind, rate in self.kinds.items()}
+        scaled = {n: factor * getattr(self, n) for n in ("flops", "nbytes", "cache_nbytes", "link")}
         return replace(self, kinds=kind_rates, **scaled)
 
     def memory_seconds(self, nbytes: float) -> float:

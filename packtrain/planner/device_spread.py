@@ -64,7 +64,7 @@ class DeviceSpread:
         """Return the target in which weights and KV caches of the last `num_device_blocks` blocks are on devices."""
         num_blocks = shape.config.block_count
         first = max(num_blocks - num_device_blocks, 0)
-        assigned = [*zip(range(first, num_blocks), self._assign(num_blocks - first), strict=True)]
+        assigned = [*zip(range(first, num_blocks), self._devices(num_blocks - first), strict=True)]
         at = dict[str, Backend]()
         for block, device in assigned:
             at |= {f"blk.{block}.": device, f"cache.{block}": device}
@@ -75,7 +75,7 @@ class DeviceSpread:
         leaf_homes |= {prefix: d for prefix, d in at.items() if prefix.startswith("cache.")}
         return replace(self.target, homes=leaf_homes) if len(self.target.every) > 1 else self.target
 
-    def _assign(self, count: int) -> list[Backend]:
+    def _devices(self, count: int) -> list[Backend]:
         """Return a device for each of `count` blocks, in order, so that each device has its share of them."""
         share_sum, running_shares = sum(self.block_shares), accumulate(self.block_shares)
         end_offsets = [round(count * share / share_sum) for share in running_shares]

@@ -235,6 +235,7 @@ class DraftEstimator:
         )  # fmt: skip
 
     def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
+        """Return the bytes and seconds of the graph `name`, estimated once for shapes that it does not tell apart."""
         cache_key = name, _cache_key_shape(name, shape)
         if cache_key not in self._graphs:
             graph = self._build(*cache_key, self.request.optimizer).graph
@@ -257,6 +258,7 @@ class DraftEstimator:
         return self._short_graphs[cache_key]
 
     def _estimate_samples(self, shape: StepShape) -> list[GraphEstimate]:
+        """Return estimates of the graphs that generate sample texts during a run."""
         config = shape.config
         if config not in self._sample_estimates:
             graphs, rates = self.request.sample_graphs(shape).values(), self.request.rates

@@ -172,8 +172,7 @@ class PlanSearch(DraftEstimator):
         return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
 
     def _by_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> PlanDraft | None:
-        """Return the fastest draft of the variant `form` over chunk sizes of the loss head (`fixed`: its own alone);
-        None if none fits in under `below` seconds."""
+        """Return the fastest draft of `form` over head chunks (`fixed`: its own) under `below` seconds, or None."""
         best_draft, head_nbytes = None, math.inf
         run_nbytes = self._min_nbytes(form) - self.request.baseline_in(self.space)
         min_saving = MIN_SAVING_SHARE * run_nbytes  # independent of the limit
@@ -266,16 +265,16 @@ class PlanSearch(DraftEstimator):
         measurements do not change the answer. Estimates come from chains of equal blocks. Where blocks differ, lower
         limits are tried until nothing fits."""
         if blocks_match(shape):
-            return self._or_recompute_all(
+            return self._or_all_recomputed(
                 self.smallest_of(extreme_shapes(shape, fixed, self.may_tile))
             )
         fresh = self.with_fresh_chains()
         best_draft = fresh.smallest_of(extreme_shapes(shape, fixed, self.may_tile))
         while smaller := fresh.fastest_draft(shape, int(best_draft.nbytes * (1 - SLACK)), fixed):
             best_draft = smaller
-        return self._or_recompute_all(best_draft)
+        return self._or_all_recomputed(best_draft)
 
-    def _or_recompute_all(self, best_draft: PlanDraft) -> PlanDraft:
+    def _or_all_recomputed(self, best_draft: PlanDraft) -> PlanDraft:
         """Return the draft, or the one that recomputes all blocks if that takes fewer bytes once it is built."""
         shape = best_draft.shape
         if shape.keep is not None or not self.may_recompute(shape):

@@ -50,7 +50,7 @@ def plan_data(
     return plan_record | ({"spaces": space_records} if space_records else {})
 
 
-def _parameters_text(plans: TrainingPlans) -> str:
+def _parameter_counts(plans: TrainingPlans) -> str:
     counts = Counter[str]()
     for leaf in leaves(plans.shape)[1]:
         counts[leaf.spec.dtype.name] += math.prod(leaf.spec.shape)
@@ -66,7 +66,7 @@ def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int,
     allocator_text += " and what kernels make" if space != HOST else ""
     table_rows = [
         ("base", mapped, "mapped from its file" if space == HOST else "copied from its file"),
-        ("weights", plans.role_nbytes("weight", "table", space=space), _parameters_text(plans)),
+        ("weights", plans.role_nbytes("weight", "table", space=space), _parameter_counts(plans)),
         ("optimizer", moments, "moments of the optimizer, and a cache for samples"),
         ("gradients", plans.role_nbytes("sum", space=space), "sums over micro-batches"),
         ("exchange", rooms_nbytes(world_size, space), "what processes send to each other"),

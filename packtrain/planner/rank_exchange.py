@@ -75,8 +75,7 @@ def predict_exchange(plans: TrainingPlans, rates: BackendRates, link_rate: float
 
 
 def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tuple[float, float]:
-    """Return (seconds of a busy link, seconds of waiting for it) of a micro-batch if ranks share out gradient sums;
-    `link`: bytes per second."""
+    """Return seconds of a busy link, and of waiting for it, a micro-batch of shared sums; `link`: bytes per second."""
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     elapsed = free_time = busy = stalled_seconds = 0.0
@@ -92,8 +91,7 @@ def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tu
 
 def transfer_seconds(num_values: int, ranks: int, rates: BackendRates, link_rate: float) -> float:
     """Return the seconds to add up `num_values` f32 numbers over all ranks, with a link of `link_rate` bytes per
-    second. Each rank sends 2 (k - 1) / k of the numbers. In an exchange, a process handles k - 1 messages one by
-    one."""
+    second. Each rank sends 2 (k - 1) / k of the numbers. In an exchange, a process handles k - 1 messages in turn."""
     num_exchanges = 2 * -(-num_values // BUCKET)
     sent_share = 2 * (ranks - 1) / ranks
     byte_seconds = sent_share / (PAYLOAD * link_rate) + MEMORY_PASSES / rates.nbytes
@@ -106,8 +104,7 @@ def round_seconds(ranks: int) -> float:
 
 
 def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) -> float:
-    """Return when the last of several transfers over one link ends: each begins at its start time, or as soon as the
-    link is free, and lasts its duration, in seconds."""
+    """Return when the last of several transfers over one link ends, by start times and durations in seconds."""
     free_time = 0.0
     for start_time, seconds in zip(start_times, durations, strict=True):
         free_time = max(free_time, start_time) + seconds

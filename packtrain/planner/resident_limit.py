@@ -40,7 +40,7 @@ def plan_within_resident(
     for _ in range(MAX_PLANS):
         host_limit = min(private_limit, max(limit - room, limit // 2))
         plans = plan_within_limits(shape, request.with_limit(host_limit), report)
-        smallest = _window(plans, 0, rate)
+        smallest = _base_window(plans, 0, rate)
         required = smallest.nbytes + smallest.schedule_nbytes
         is_within = plans.refusal is None and plans.total_nbytes + required <= limit
         if is_within or room == required:
@@ -48,7 +48,7 @@ def plan_within_resident(
         room = required
     if is_within:
         nbytes = limit - plans.total_nbytes - smallest.schedule_nbytes
-        return replace(plans, window=_window(plans, nbytes, rate))
+        return replace(plans, window=_base_window(plans, nbytes, rate))
     if host_limit == private_limit < limit:
         return plans  # --memory is the reason
     headline = (
@@ -59,7 +59,7 @@ def plan_within_resident(
     return replace(plans, refusal=f"{headline}\n{details}".rstrip())
 
 
-def _window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
+def _base_window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
     """Return what stays in memory of the base's file, `nbytes` but at least what a call reads and at most all of it,
     and what a step then reads from the file, at `rate` bytes per second."""
     mapped = mapped_leaves(plans.shape, plans.leaves.values())

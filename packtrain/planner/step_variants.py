@@ -63,8 +63,7 @@ def divisors(dividend: int) -> list[int]:
 def extreme_shapes(
     shape: StepShape, fixed: bool = False, may_tile: bool = False
 ) -> list[StepShape]:
-    """Return those `candidates` (with `fixed` and `may_tile`) of which one takes the least memory: with the fewest or
-    the most micro-batches."""
+    """Return those `candidates` that may take the least memory: with the fewest or the most micro-batches."""
     least_chunk = shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1])
     shapes = list(candidates(least_chunk, fixed, may_tile))
     extreme_rows = shapes[0].micro_batch_size, shapes[-1].micro_batch_size

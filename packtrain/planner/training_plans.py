@@ -325,14 +325,14 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
         graph = optim.applying_graph(outputs, trained, optimizer, keep=keep, inner=inner, **clip)
     else:
         next_blocks = reached_stream[shape.num_two_pass_blocks * parts :][:parts]
-        split_pass = (_two_pass(shape, trained), next_blocks) if shape.num_two_pass_blocks else None
+        split_pass = (_repeated(shape, trained), next_blocks) if shape.num_two_pass_blocks else None
         clip["two_pass"] = split_pass
         graph = optim.training_graph(outputs, trained, optimizer, keep=keep, inner=inner, **clip)
     graph.offloaded = frozenset(t for t, rank in (keep or {}).items() if rank == OFFLOADED)
     return BuiltGraph(graph, reached_stream, inner)
 
 
-def _two_pass(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
+def _repeated(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
     """Return those of `trained` weights that are in blocks that run backward twice, or in blocks below these."""
     end_block = num_unreached(shape.config, shape.base) + shape.num_two_pass_blocks
     prefixes = tuple(f"blk.{block_index}." for block_index in range(end_block))

@@ -130,6 +130,7 @@ class StreamPair:
             z[...] = x
 
     def advance_through(self, block: StreamBlock) -> None:
+        """Run a block on all batches: its outputs x and z are the next block's inputs."""
         graph = Graph({"x": block.x, "z": block.z, **block.shared})
         for batch_index, outputs in self.run_batches(graph):
             self.x[batch_index], self.z[batch_index] = outputs["x"], outputs["z"]
@@ -207,8 +208,7 @@ class StreamGraphs:
 
 
 def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
-    """Find the inputs, in computed order, of the matrices that only stream z of a block's outputs x and z reads:
-    `merged` has these matrices' names."""
+    """Find, in order, the inputs of the matrices `merged` that only the merged stream z (not x) of a block reads."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):

@@ -46,7 +46,7 @@ def calibrate(
     """
     gguf = GGUF(path)
     file = MappedFile(path, writable=True)
-    arrays = {name: _mapped(file, gguf, name) for name in gguf.entries if name in changes}
+    arrays = {name: _map_tensor(file, gguf, name) for name in gguf.entries if name in changes}
     inside = {name: array for name, array in arrays.items() if name.startswith("blk.")}
     embedding = {name: arrays[name] for name in (EMBEDDING,) if name in searched}
     streams, sums = StreamPair(model, inside | embedding, batches, target), dict[str, np.ndarray]()
@@ -70,7 +70,7 @@ def calibrate(
     return {name: float((error / power) ** 0.5) for name, (error, power) in sums.items() if power}
 
 
-def _mapped(file: MappedFile, gguf: GGUF, name: str) -> np.ndarray:
+def _map_tensor(file: MappedFile, gguf: GGUF, name: str) -> np.ndarray:
     """Return the tensor mapped from the file for writing, (…, blocks)."""
     e = gguf.entries[name]
     return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, file, e.offset)

@@ -20,13 +20,13 @@ class PointRounder:
     unit = UNIT_COLUMNS
 
     def __init__(self, rows: np.ndarray) -> None:
-        dtype, raw_bytes = dtype_of(rows), _row_bytes(rows)
+        dtype, raw_bytes = dtype_of(rows), _rows_as_blocks(rows)
         assert dtype.points is not None
         self.points, (num_rows, num_blocks) = dtype.points, rows.shape
         width = self.points.width
-        self.row_scales = _rows_last(self.points.read_scales(raw_bytes))
+        self.row_scales = _blocks_first(self.points.read_scales(raw_bytes))
         read_shifts = self.points.read_shifts
-        self.row_shifts = None if read_shifts is None else _rows_last(read_shifts(raw_bytes))
+        self.row_shifts = None if read_shifts is None else _blocks_first(read_shifts(raw_bytes))
         self.numbers = np.zeros((num_blocks * dtype.block // width, num_rows), np.uint16)
         self.signs = np.zeros((num_blocks * dtype.block // UNIT_COLUMNS, num_rows), np.uint8)
         left_axis, second = np.triu_indices(width)
@@ -87,15 +87,16 @@ class PointRounder:
         return point_indices
 
     def write_rows(self, rows: np.ndarray) -> None:
+        """Write the chosen points and signs into the blocks of `rows`, which keep their scales."""
         count, blocks = rows.shape
         numbers, signs = (part.T.reshape(count, blocks, -1) for part in (self.numbers, self.signs))
-        self.points.write_points(_row_bytes(rows), numbers, signs)
+        self.points.write_points(_rows_as_blocks(rows), numbers, signs)
 
 
-def _row_bytes(rows: np.ndarray) -> np.ndarray:
+def _rows_as_blocks(rows: np.ndarray) -> np.ndarray:
     return rows.view(np.uint8).reshape(*rows.shape, dtype_of(rows).block_nbytes)
 
 
-def _rows_last(values: np.ndarray) -> np.ndarray:
+def _blocks_first(values: np.ndarray) -> np.ndarray:
     """Return (R, blocks, n) as (blocks * n, R)."""
     return np.ascontiguousarray(values.reshape(len(values), -1).T)

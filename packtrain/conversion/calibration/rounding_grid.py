@@ -64,6 +64,7 @@ class GridRounder:
         return rounded[None]
 
     def write_rows(self, rows: np.ndarray) -> None:
+        """Write the chosen codes into the blocks of `rows` (R, row bytes), which keep their scales."""
         put_codes(rows, np.ascontiguousarray(self.codes.T))
 
 
@@ -106,8 +107,7 @@ def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
 
 
 def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
-    """Yield (view (R, blocks, runs, bytes), number of the first bit in a code, number of bits) of the codes' low bits,
-    then of their high bits."""
+    """Yield (view (R, blocks, runs, bytes), first bit, number of bits) of codes' low bits, then of their high bits."""
     num_high_bits = (layout.num_codes >> layout.num_low_bits).bit_length() - 1
     run_places = [(layout.quads, layout.runs, 0, layout.num_low_bits)]
     if num_high_bits > 0:

@@ -12,6 +12,7 @@ FIRST_SHARE = 1 / 3
 
 
 def bits(dtype: Dtype) -> float:
+    """Return the bits that a value takes in this type, its share of scales included."""
     return 8 * dtype.block_nbytes / dtype.block
 
 

@@ -1,7 +1,7 @@
 """Translates a config.json into GGUF metadata, tensors of the checkpoint, and tensors computed from the config.
 
-Keys and tensors are those that llama.cpp's converter writes (its conversion/*.py). Raises InputError for what no
-architecture here computes."""
+Keys and tensors are those that llama.cpp's converter writes (its conversion/*.py). Raises InputError for what nothing
+here computes."""
 
 import math
 from collections.abc import Mapping
@@ -172,8 +172,7 @@ def _expert_keys(sizes: ModelSizes) -> Keys:
 def _rope_keys(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
-    """Return (keys of rope scaling, {tensor: divisors of frequencies}); both empty without scaling. `family_keys`:
-    those that only the family has."""
+    """Return (keys of rope scaling, {tensor: divisors of frequencies}); `family_keys`: those only the family has."""
     rope_params, kind = c.full_rotation(), c.scaling()
     tensor_by_scaling = {"llama3": FACTORS, "longrope": LONG}
     computed = [name for name, t in tensor_by_scaling.items() if t in architecture.optional_tensors]
@@ -190,7 +189,7 @@ def _rope_keys(
         "rope.scaling.type": kind, "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
     }  # fmt: skip
     is_yarn = kind == "yarn"
-    return _yarn(c, sizes, architecture, family, keys, family_keys) if is_yarn else (keys, {})
+    return _yarn_keys(c, sizes, architecture, family, keys, family_keys) if is_yarn else (keys, {})
 
 
 RAMP_ENDS_ROUNDED = (
@@ -199,11 +198,10 @@ RAMP_ENDS_ROUNDED = (
 )
 
 
-def _yarn(
+def _yarn_keys(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, keys: Keys, family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
-    """Return YaRN as (keys, {tensor: divisors of frequencies}): `keys` and more, or where llama.cpp reads no keys for
-    the ramp, divisors instead."""
+    """Return YaRN as (GGUF keys, {}), or as (key, {tensor: divisors of frequencies}) if keys cannot say its ramp."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
     if not original.is_integer():

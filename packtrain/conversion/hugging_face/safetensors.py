@@ -127,8 +127,7 @@ def open_file(path: Path) -> dict[str, SafetensorsTensor]:
 
 
 def _entry(path: Path, data: Any, data_start: int, name: str, about: Any) -> SafetensorsTensor:
-    """Return tensor `name`, which `about` in the header describes, checked against the file's bytes `data`; tensors
-    begin at `data_start`."""
+    """Return tensor `name`, described by the header's `about`, checked against `data`; tensors begin at data_start."""
     about = about if isinstance(about, dict) else {}
     dtype_name, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype_name, str) or dtype_name not in NBYTES:

@@ -56,8 +56,7 @@ class ConvertedTensor:
         return (rows[0] + self.num_padding_rows, *part_shape[1:])
 
     def _source_part(self, array: np.ndarray) -> np.ndarray:
-        """Return the used part of a source: array[cut], after its rows are divided into heads if there are any;
-        transposed if needed."""
+        """Return the used part of a source: array[cut], divided into heads first, if any; transposed if needed."""
         if self.heads:
             array = array.reshape(self.heads, -1, array.shape[-1])
         source_part: np.ndarray = array[self.cut]
@@ -82,6 +81,7 @@ class ConvertedTensor:
             yield np.zeros((self.num_padding_rows, *self.shape[1:]), np.float32)
 
     def _row_ranges(self, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, end) of at most `step` rows at a time of the rows that are used."""
         for span_start, span_end in self.row_spans or ((0, num_rows),):
             yield from ((at, min(at + step, span_end)) for at in range(span_start, span_end, step))
 
@@ -236,8 +236,7 @@ def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Confi
 
 
 def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
-    """Return the tensor `name` outside blocks, `key` in the checkpoint; per-block embeddings may lack rows for image
-    and sound tokens."""
+    """Return tensor `name` outside blocks, the checkpoint's `key`; per-block embeddings may lack image, sound rows."""
     if "{}" in key:
         return _stack_tensors(sources, key, name, shape)
     stored = sources.tensors.get(key)
@@ -381,7 +380,6 @@ def _stack_tensors(sources: _Sources, key: str, name: str, shape: Shape) -> Conv
 
 
 def turned_heads(config: Config, family: arch.Family) -> dict[str, int]:
-    """Return {matrix: heads} of those whose rows GGUF files permute, because checkpoints pair a head's halves for
-    rope."""
+    """Return {matrix: heads} of those whose rows GGUF files permute, as checkpoints pair a head's halves for rope."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

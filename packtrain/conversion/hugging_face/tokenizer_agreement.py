@@ -36,7 +36,7 @@ def check_agreement(
     texts: Iterable[str] = _hard_texts(tokenizer)
     normalize = steps.normalize_text if steps else _join_spaces if joins_spaces else str
     source = "the tokenizers package"
-    reference = _package_encoder(path) if fast else None
+    reference = _tokenizers_encoder(path) if fast else None
     if steps and reference:
         # the first and last added tokens, in frames
         added_tokens = map(as_object, as_list(fast.get("added_tokens")))
@@ -68,8 +68,7 @@ def _join_spaces(text: str) -> str:
 
 
 def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield built-in texts of all scripts, each within several others, then texts of three random tokens of the
-    vocabulary."""
+    """Yield built-in texts of all scripts, each within several others, then texts of three random tokens."""
     samples, frames = (
         escaped_texts.replace("\n", "").encode("latin-1").decode("unicode_escape").split("|")
         for escaped_texts in (SAMPLE_TEXTS, FRAME_TEXTS)
@@ -81,7 +80,7 @@ def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
     yield from (text for text in decoded if "\ufffd" not in text)
 
 
-def _package_encoder(path: Path) -> EncodeFunction | None:
+def _tokenizers_encoder(path: Path) -> EncodeFunction | None:
     if find_spec("tokenizers") is None:
         return None
     try:

@@ -149,6 +149,7 @@ def flatten_steps(path: Path, section: str, raw_step: Any) -> list[Step]:
 
 
 def _check(path: Path, section: str, steps: list[Step], allowed_steps: AllowedSteps) -> None:
+    """Raise InputError if a section of tokenizer.json has a step of another type, or with other options."""
     for step in steps:
         kind = str(step.get("type"))
         if kind not in allowed_steps:
@@ -203,8 +204,7 @@ def _read_piece_steps(
 def _read_byte_steps(
     path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
-    """Read byte-level BPE into `steps`; `cuts`, the pre-tokenizer's steps, tell GGUF's name for it. Raises
-    InputError."""
+    """Read byte-level BPE into `steps`; `cuts`, the pre-tokenizer's steps, tell its GGUF name. Raises InputError."""
     model = fast["model"]
     missing_byte = next((b for b in UTF8_BYTES if ALPHABET[b] not in model["vocab"]), None)
     if missing_byte is not None and model.get("unk_token") is not None:
@@ -247,8 +247,7 @@ def _split_pattern(path: Path, step: Step) -> str:
 
 
 def _check_made(path: Path, fast: Step, steps: TokenizerSteps, merges_differ: bool) -> None:
-    """Raise InputError for tokens that merges cannot build if `merges_differ`: only one of file and GGUF looks whole
-    words up before merging."""
+    """Raise InputError for tokens that merges cannot build, if file and GGUF look up words differently."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
     added_texts = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
     for text in set(fast["model"]["vocab"]) - added_texts - {*BYTE_NAMES} if merges_differ else ():

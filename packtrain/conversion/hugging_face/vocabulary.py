@@ -93,6 +93,7 @@ def _space_prefix(table: "_VocabularyFiles", family: Family) -> bool | None:
 
 
 def _optional(path: Path) -> dict[str, Any]:
+    """Return the values of a JSON file; {} if it does not exist."""
     return read_json(path) if path.exists() else {}
 
 
@@ -118,6 +119,7 @@ class _VocabularyFiles:
         self.strip_flags: list[tuple[str, int, str]] = []
 
     def put(self, file: str, id: Any, text: Any, kind: int, score: float = ADDED_SCORE) -> None:
+        """Store token `id` with its text, kind and score. Raises InputError, which names `file`."""
         if type(id) is not int or not isinstance(text, str) or not 0 <= id < len(self.tokens):
             raise InputError(
                 f"{self.folder / file}: token {id!r}: {str(text)[:40]!r} must be a text with an id from 0 to"
@@ -132,7 +134,7 @@ class _VocabularyFiles:
         about = as_object(about)
         text = about.get("content")
         self.strip_flags += [(file, id, flag) for flag in STRIP_FLAGS if about.get(flag) is True]
-        special = about.get("special") is True or (isinstance(text, str) and _looks_special(text))
+        special = about.get("special") is True or (isinstance(text, str) and _is_special_text(text))
         special = special and text not in VISIBLE_TOKENS
         self.put(file, id, text, CONTROL if special else USER_DEFINED)
         if not special and restores_spaces and SPACE in text:
@@ -184,6 +186,7 @@ class _VocabularyFiles:
                 )
 
     def values(self, model_name: str, pre: str, *, scores: bool) -> dict[str, MetadataValue]:
+        """Return the metadata tokenizer.ggml.* of the vocabulary; `pre` names the pre-tokenizer."""
         values_by_key = {
             "model": MetadataValue("string", model_name), "pre": MetadataValue("string", pre),
             "tokens": MetadataValue("string", self.tokens), "scores": MetadataValue("f32", self.scores),
@@ -192,7 +195,7 @@ class _VocabularyFiles:
         return {k: v for k, v in values_by_key.items() if scores or k != "scores"}
 
 
-def _looks_special(text: str) -> bool:
+def _is_special_text(text: str) -> bool:
     is_marked = text.startswith(("<|", "<\uff5c")) and text.endswith(("|>", "\uff5c>"))
     return is_marked or text in CONTROLS or (text.startswith("<unused") and text.endswith(">"))
 
@@ -201,8 +204,7 @@ def _looks_special(text: str) -> bool:
 
 
 def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str, MetadataValue]:
-    """Return tokenizer.* metadata of a tokenizer.model: pieces (unused ones begin with the prefix), then added
-    tokens."""
+    """Return tokenizer.* metadata of a tokenizer.model: pieces (unused ones get the prefix), then added tokens."""
     model = table.piece_model
     assert model is not None
     for id, (token_text, token_type, score) in enumerate(model.pieces[: len(table.tokens)]):

@@ -53,10 +53,10 @@ class _GbnfParser:
             if self.pos < len(self.text) and self.peek_char() not in "\r\n":
                 self.fail(f"{self.peek_char()!r} is not expected")
             self.skip_space(True)
-        self.check_rules(rules)
+        self.check_references(rules)
         return rules
 
-    def check_rules(self, rules: GrammarRules) -> None:
+    def check_references(self, rules: GrammarRules) -> None:
         for rule in rules.values():
             for reference in nodes.names_in(rule):
                 if reference.rule_name not in rules:
@@ -103,6 +103,7 @@ class _GbnfParser:
         return match[0]
 
     def parse_choice(self, is_multiline: bool) -> Node:
+        """Parse alternatives `a | b`; is_multiline: line ends are spaces, as inside parentheses."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(f"groups are more than {MAX_DEPTH} deep")
@@ -115,6 +116,7 @@ class _GbnfParser:
         return alternatives[0] if len(alternatives) == 1 else nodes.ChoiceNode(tuple(alternatives))
 
     def parse_sequence(self, is_multiline: bool) -> Node:
+        """Parse items up to the end of an alternative; is_multiline: see parse_choice."""
         parts: list[Node] = []
         while (next_char := self.peek_char()) and next_char not in "|)\r\n":
             if next_char in "*+?{":
@@ -129,10 +131,11 @@ class _GbnfParser:
         return parts[0] if len(parts) == 1 else nodes.SequenceNode(tuple(parts))
 
     def parse_item(self, next_char: str, is_multiline: bool) -> Node | None:
+        """Parse one item that begins with next_char; None if none does. is_multiline: see parse_choice."""
         if next_char == '"':
             return self.parse_literal()
         if next_char == "[":
-            return self.parse_set()
+            return self.parse_char_set()
         if next_char in "<!":
             return self.parse_token()
         if next_char == "(":
@@ -176,7 +179,7 @@ class _GbnfParser:
         self.pos += 1
         return nodes.SequenceNode(tuple(CharSet(((code, code),)) for code in code_points))
 
-    def parse_set(self) -> Node:
+    def parse_char_set(self) -> Node:
         self.pos += 1
         is_negated = self.peek_char() == "^"
         self.pos += is_negated

@@ -102,8 +102,7 @@ class _LexemeBuilder:
         return node not in self._divided_nodes and self.is_regular(node)
 
     def _group(self, node: SequenceNode | ChoiceNode, children: tuple[Node, ...]) -> Node:
-        """Return a node of node's type over `children`, or the only child. As nodes compare by identity, equal children
-        always give the same object."""
+        """Return a node of node's type over `children`, or the only child; equal children give the same object."""
         if len(children) == 1:
             return children[0]
         return self._group_nodes.setdefault(children, type(node)(children))

@@ -36,7 +36,7 @@ def conflicting_lexemes(definitions: Sequence[str], extensions: Sequence[str]) -
         # a marker before the texts of each lexeme, so that the mask of the next byte tells which have any
         marked = [f"X{n}: /\\x{{{n:x}}}/ (T{start + n} & E)" for n in range(count)]
         begin = f"start: {' | '.join(f'X{n}' for n in range(count))}"
-        matcher = grammar_matcher(_byte_table(), "\n".join([*lines, begin, *marked, ""]))
+        matcher = grammar_matcher(_byte_tokenizer(), "\n".join([*lines, begin, *marked, ""]))
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         has_failed = matcher.is_error() and not matcher.get_error().startswith(DEAD_END)
         conflicts += [start + n for n in range(count) if mask[n] or has_failed]
@@ -44,7 +44,7 @@ def conflicting_lexemes(definitions: Sequence[str], extensions: Sequence[str]) -
 
 
 @cache
-def _byte_table() -> Any:
+def _byte_tokenizer() -> Any:
     return vocabulary_table.llguidance().LLTokenizer("byte")
 
 

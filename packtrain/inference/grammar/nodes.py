@@ -64,6 +64,7 @@ Heads = tuple[frozenset[Node], bool]  # see node_heads
 
 
 def parts_of(node: Node) -> "tuple[Node, ...]":
+    """Return the nodes directly inside a node, in order."""
     if isinstance(node, SequenceNode | ChoiceNode):
         return node.children
     return (node.child,) if isinstance(node, RepeatNode) else ()

@@ -172,8 +172,7 @@ def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
 
 
 def _can_repeat_names(min_count: Any, names: Any) -> bool:
-    """Return whether a minProperties of `min_count` cannot be enforced beside the required `names`: a name written
-    twice could count as two."""
+    """Return whether minProperties `min_count` beside `required` cannot be enforced: a repeated name counts twice."""
     num_names = len({*map(str, names)}) if isinstance(names, list) else 0
     return isinstance(min_count, int | float) and min_count > num_names + 1
 

@@ -46,8 +46,7 @@ class PlacedTokens:
     state_source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
-        """Return whether a run ended inside a prompt of `seq`: several of its tokens are here, the last not in `rows`,
-        the indices of tokens with results."""
+        """Return whether a run ended inside a prompt of `seq`: several of its tokens, the last not in `rows`."""
         if not self.state_source.size:
             return False
         seq_tokens = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
@@ -115,6 +114,7 @@ class CellPools:
 
     @property
     def all(self) -> CellTable:
+        """The pool of the blocks that see all positions."""
         return self.pools["cell_"]
 
     @property
@@ -164,8 +164,7 @@ class CellPools:
         return PlacedTokens(inputs, cells_by_pool, unique_seqs, state_source)
 
     def next_positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Return the next tokens' positions, i32; sets: each token's sequences. ContextError if these are not equally
-        long."""
+        """Return the next tokens' positions, i32; sets: each token's sequences. ContextError if lengths differ."""
         next_pos = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
         for i, token_seqs in enumerate(sets):
@@ -182,8 +181,7 @@ class CellPools:
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
-        """Return the first of `idle_seqs` to drop so that each of `seqs` (one for each token) gets a cell. Raises
-        CacheFull if that is not enough."""
+        """Return the first of idle_seqs to drop so that each of `seqs` (one a token) gets a cell. Raises CacheFull."""
         for num_purged in range(len(idle_seqs) + 1):
             try:
                 self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))

@@ -272,6 +272,7 @@ class Context:
         self._change_positions(seq, since, until, divisor=divisor)
 
     def _change_positions(self, seq: int, since: int, until: int | None, **options: int) -> None:
+        """Move or divide positions since … until - 1 of a sequence: in the tables, then the keys in the cache."""
         self.pools.check_positions(seq, since, until)
         moves = self.pools.change_positions(seq, since, until, **options)
         self._checkpoints.drop_after(seq, since)
@@ -299,6 +300,7 @@ class Context:
         return num_common
 
     def _move_cells(self, moves: dict[str, CellMove]) -> None:
+        """Move keys and values, and scan states, in the cache as the moves of each pool say."""
         if cell_pools.STATE in moves:
             saved_state.move_states(
                 self._session, self._leaf_names[cell_pools.STATE], moves.pop(cell_pools.STATE)

@@ -47,6 +47,7 @@ class RunSizes:
         return cls(token_counts, rows or token_counts[0])
 
     def num_rows(self, size: int) -> int:
+        """Return for how many results a run of `size` tokens has room."""
         return min(size, self.rows)
 
     def next_size(self, left: int) -> int:
@@ -79,8 +80,7 @@ class RunSizes:
 
 
 def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
-    """Return where runs end a few tokens before the ends of prompts, to save scan states: texts often go back there.
-    Arguments as in RunSizes.parts."""
+    """Return where runs end shortly before prompts end, to save scan states. Arguments as in RunSizes.parts."""
     tokens_by_seq = dict[int, list[int]]()
     for i, token_seqs in enumerate(sets):
         tokens_by_seq.setdefault(token_seqs[0], []).append(i)
@@ -94,8 +94,7 @@ def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
 
 def shared_end(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
     """Return the first index where a sequence shares a token with others than before, from `run_start` on: a run must
-    end there; else `run_end`, as runs with states take sequences that share all tokens or none. sets: sequences of each
-    token."""
+    end there; else `run_end`, as runs with states take sequences sharing all or none. sets: each token's sequences."""
     seqs_by_member = dict[int, frozenset[int]]()
     for i in range(run_start, run_end):
         token_seqs = frozenset(sets[i])

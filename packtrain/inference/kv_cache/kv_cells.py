@@ -56,16 +56,14 @@ class CellTable:
         return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
     def free_cells(self, seq: int, freed: int = 0) -> np.ndarray:
-        """Return cells that sequence `seq` may take: those that no sequence has, or only sequences that are in the bit
-        mask `freed` and about to be dropped."""
+        """Return the cells free for `seq`: those of no sequence, or only of sequences in the bit mask `freed`."""
         if self.num_parts == 1:
             return np.flatnonzero(self.sets & ~freed == 0)
         size = len(self) // self.num_parts
         return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~freed == 0)
 
     def find_free_cells(self, seqs: np.ndarray, freed: int = 0) -> np.ndarray:
-        """Return a free cell, i32, for each of `seqs` (one for each token), as if the sequences in the bit mask `freed`
-        had none. Raises CacheFull."""
+        """Return a free cell, i32, for each of `seqs`; cells only of sequences in bit mask `freed` count. CacheFull."""
         if self.num_parts == 1:
             return self._first_free_cells(len(seqs), 0, freed)
         cells = np.empty(len(seqs), np.int32)
@@ -75,6 +73,7 @@ class CellTable:
         return cells
 
     def _first_free_cells(self, num_wanted: int, seq: int, freed: int) -> np.ndarray:
+        """Return num_wanted cells that are free for `seq`, see free_cells. Raises CacheFull."""
         free = self.free_cells(seq, freed)
         if len(free) < num_wanted:
             cells_per_part = len(self) // self.num_parts

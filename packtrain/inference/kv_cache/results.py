@@ -37,8 +37,7 @@ def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
 
 
 def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
-    """Return the indices of tokens with results, checked; None: the last token of each sequence; sets: each token's
-    sequences. Raises ContextError."""
+    """Return indices of tokens with results; None: each sequence's last. sets: each token's sequences. ContextError."""
     last_rows = {seqs[0]: i for i, seqs in enumerate(sets)}
     rows = sorted(last_rows.values()) if requested_rows is None else [*requested_rows]
     all_integers = all(isinstance(row, int | np.integer) for row in rows)
@@ -119,4 +118,5 @@ class RowResults:
                 self.row_results.append(outputs["result"][row_index])
 
     def _next_cuts(self, num_rows: int) -> Sequence[sampling.SamplerCut]:
+        """Return where the sampler chains of the next num_rows results pass from the graph to the host."""
         return self.sampler_cuts[len(self.row_results) : len(self.row_results) + num_rows]

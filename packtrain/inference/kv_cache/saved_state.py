@@ -103,8 +103,7 @@ class SavedSequences:
         cls, pools: CellPools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
         has_all_pools: bool = True,
     ) -> "SavedSequences":  # fmt: skip
-        """Return a copy of sequences' cells (`leaves`: see leaf_names); without `has_all_pools` only of ring and
-        states, which are reused."""
+        """Return a copy of sequences' cells (`leaves`: see leaf_names); not has_all_pools: of ring and states only."""
         parts = dict[str, SavedCells]()
         for pool, pool_cells in pools.pools.items():
             if pool == "cell_" and not has_all_pools:

@@ -92,8 +92,7 @@ class Chain:
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)
 
     def choose(self, result: SamplerInput) -> int:
-        """Choose the next token from logits, candidates or a token drawn in the graph; of equal logits the lowest id.
-        Raises InputError if a logit is not finite."""
+        """Choose the next token; of equal logits the lowest id. Raises InputError if a logit is not finite."""
         if isinstance(result, np.ndarray):
             return self._draw_next(self._allowed(result), len(result))
         if isinstance(result, Candidates):

@@ -109,8 +109,7 @@ def top_k(c: Candidates, max_tokens: int) -> Candidates:
 
 
 def top_p(c: Candidates, p: float) -> Candidates:
-    """Keep the likeliest tokens until their probabilities add up to p or more, at least one; 1 keeps all. Nucleus
-    sampling, Holtzman et al. 2020."""
+    """Keep the likeliest tokens until their probabilities reach p; 1 keeps all. Nucleus sampling, Holtzman 2020."""
     if p >= 1:
         return c
     c = ranked(c)
@@ -135,8 +134,7 @@ def top_n_sigma(c: Candidates, n: float) -> Candidates:
 
 
 def typical(c: Candidates, p: float) -> Candidates:
-    """Keep tokens with the least |−log p − entropy| until their probabilities add up to more than p; 1 keeps all.
-    Locally typical sampling, Meister et al. 2022."""
+    """Keep tokens with the least |−log p − entropy| up to a sum of p; 1 keeps all. Meister et al. 2022."""
     if p >= 1:
         return c
     c = ranked(c)
@@ -245,6 +243,7 @@ def mirostat(c: Candidates, mu: float, vocab_size: int) -> Candidates:
 
 
 def _estimate_k(zipf_slope: float, mu: float, vocab_size: int) -> int:
+    """Return mirostat's k: how many tokens have less surprise than `mu` if probabilities follow Zipf's law."""
     excess = zipf_slope - 1
     try:
         k = (excess * 2**mu / (1 - vocab_size**-excess)) ** (1 / zipf_slope)

@@ -26,8 +26,7 @@ BuildGraph = Callable[[int, saved_values.RecomputeChoice | None], saved_values.B
 
 
 class BlockCosts:
-    """Bytes and seconds of the strategies of a block, by graphs of a few equal blocks; a strategy is what the block
-    saves.
+    """Bytes and seconds of the strategies of a block, by graphs of a few equal blocks; it is what the block saves.
 
     reserved_nbytes  bytes that stay after the backward pass of a block, and of the head: gradients before clipping
     together         how many strategies are measured in one graph, in a block each; 1 if not all blocks are alike

@@ -162,8 +162,8 @@ class BlockChain:
 
     def fastest_within(self, nbytes: int, below: float = math.inf) -> PlannedChoice | None:
         """Return what to save so that recomputation adds the fewest seconds and arena and calls take `nbytes`; None if
-        none fits. Graphs are built until one comes close to `nbytes`, but none that adds `below` seconds or more by
-        estimate."""
+        none fits. Graphs are built until one is close to `nbytes`, but none with an estimate of `below` seconds or
+        more."""
         aim_nbytes = nbytes
         for _ in range(PLAN_ROUNDS):
             solution = self._solve_measured(nbytes + nbytes // 16, aim_nbytes, below)
@@ -193,9 +193,8 @@ class BlockChain:
         return self.smallest_choice.nbytes <= max_nbytes and self.smallest_choice.seconds < below
 
     def _solve_measured(self, nbytes: int, aim_nbytes: int, below: float) -> ChainSolution | None:
-        """Return the choice that adds the fewest seconds within `aim_nbytes`, after measuring its strategies; None if
-        none fits. Other strategies count with lower bounds, so no other choice is faster. `nbytes` is the size of the
-        solver's table."""
+        """Return the choice that adds the fewest seconds within `aim_nbytes`, once measured; None if none fits. Other
+        strategies count with lower bounds, so no other choice is faster. `nbytes`: the solver's table."""
         while True:
             solution = self._solve(self._make_solver(nbytes), aim_nbytes)
             if solution is None or solution.seconds >= below:
@@ -237,8 +236,7 @@ class BlockChain:
 
     def floor(self, gradients_wait: bool = True, num_two_pass_blocks: int = 0) -> int:
         """Return a lower bound of the arena's bytes, whatever is recomputed: what the backward pass needs in the second
-        block, or in a block that runs backward twice, with gradients of later blocks if these wait for clipping
-        (`gradients_wait`)."""
+        block, or in a block that runs backward twice, with gradients of later blocks if gradients_wait."""
         if self.count < 2:
             return 0
         block = self.block

@@ -107,15 +107,17 @@ class ChainSolver:
         sizes = [(self._slots(option.saved), self._slots(option.work)) for option in self.options]
         self.sizes = [(saved_slots + self.stream_slots, work) for saved_slots, work in sizes]
         self.inner = [np.zeros(self.num_slots + 1)]
-        self._fill(self.inner)
+        self._fill_table(self.inner)
 
     @cached_property
     def outer_rows(self) -> SlotRows:
+        """The table: by number of blocks, the least added seconds for each number of free slots."""
         slot_rows = [np.where(np.arange(self.num_slots + 1) >= self.head_slots, 0.0, np.inf)]
-        self._fill(slot_rows)
+        self._fill_table(slot_rows)
         return slot_rows
 
-    def _fill(self, rows: SlotRows) -> None:
+    def _fill_table(self, rows: SlotRows) -> None:
+        """Append to the table a row for each number of blocks, from the best move and the rows before."""
         for n in range(1, self.count + 1):
             slot_row = np.full(self.num_slots + 1, np.inf)
             for move in self._moves(n, rows):

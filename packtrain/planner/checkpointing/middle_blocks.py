@@ -1,8 +1,7 @@
 """Measures the middle block of a short chain that saves everything: its values, their bytes, its seconds.
 
 `middle` returns a MiddleBlock, in which tensors are numbers, so that the chain's graph can be freed. The numbers stay:
-a search that returns to a variant need not build it again, which saves a fifth to a third of its time for blocks that
-differ.
+a search that returns to a variant need not build it again, which saves a fifth to a third of its time if blocks differ.
 """
 
 from bisect import bisect_left
@@ -26,8 +25,7 @@ NUM_CHAIN_BLOCKS = 3  # blocks of the chain; the middle one counts
 
 @dataclass(frozen=True)
 class MiddleBlock:
-    """A block between equal blocks, for pricing what it saves: the first of `num_parts` parts of its rows. See
-    `middle`.
+    """A block between equal blocks, for pricing what it saves: the first of num_parts parts of rows. See `middle`.
 
     stream_nbytes  bytes of a value of the stream between two blocks; each block has `num_parts` of them
     calls          calls of the part, as written, from value `input_id` to value `output_id`
@@ -60,8 +58,7 @@ class MiddleBlock:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Indices of the cuts: values that every path from the block's input to its output passes, so that either side
-        can be recomputed without the other."""
+        """Indices of values on every path through the block: each side is recomputed without the other."""
         between = ((i, self._needed({self.output_id}, {t})) for i, t in enumerate(self.value_ids))
         return [i for i, calls in between if all(self.input_id not in c.reads for c in calls)]
 

@@ -55,7 +55,7 @@ def front(
         return KeptSet(int(saved[set_index]), float(seconds[set_index]), kept_places)
 
     groups = (np.flatnonzero(cut_sets == cut_set) for cut_set in np.unique(cut_sets))
-    return [make_kept_set(i) for group in groups for i in _pareto(group, saved, seconds)]
+    return [make_kept_set(i) for group in groups for i in _front_indices(group, saved, seconds)]
 
 
 def _recompute_seconds(
@@ -75,7 +75,7 @@ def _recompute_seconds(
     return total_seconds
 
 
-def _pareto(set_indices: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
+def _front_indices(set_indices: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
     """Return those of `set_indices` on the Pareto front of `saved` bytes and seconds, both by set, at most MAX_SETS:
     its ends and the points farthest below neighbours."""
     sorted_sets = set_indices[np.lexsort((seconds[set_indices], saved[set_indices]))]

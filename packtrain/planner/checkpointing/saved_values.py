@@ -61,7 +61,7 @@ class RecomputeChoice:
         # SmolLM3's, the input of that op takes its place
         blocks = [inner_values(calls) for calls in split[num_parts:]]
         longest_block = max(blocks, key=len, default=[])
-        for at, values in enumerate([_aligned_like(values, longest_block) for values in blocks]):
+        for at, values in enumerate([_match_values(values, longest_block) for values in blocks]):
             for place, rank in self.inner[at // num_parts]:
                 if place < len(values):  # where blocks differ, some have fewer values
                     t = stream[at] if place == INPUT_PLACE else values[place]
@@ -102,7 +102,7 @@ def inner_values(calls: Sequence[Call]) -> list[Tensor]:
     return [t for call in calls if not call.op.view for t in call.results][:-1]
 
 
-def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:
+def _match_values(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:
     """Return, for each value of the block `template`, this block's value; if it lacks one, the input of that op."""
     if len(inner_tensors) == len(template):
         return inner_tensors

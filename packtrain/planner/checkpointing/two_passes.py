@@ -38,6 +38,7 @@ class TwoPassSolver:
         return [sorted_works[at * (len(sorted_works) - 1) // (WORKS - 1)] for at in range(WORKS)]
 
     def _extra_work(self, kept_slots: int, work_slots: int) -> int:
+        """Return by how many slots a backward pass needs more than kept values, once read, leave."""
         return max(work_slots - (kept_slots - self.first_solver.stream_slots), 0)
 
     def _work_rows(self, work_slots: int) -> chain_solver.SlotRows:

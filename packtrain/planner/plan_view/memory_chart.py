@@ -39,7 +39,7 @@ def chart_svg(
     elements = [
         label(24, 34, scene.heading, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
         label(24, 54, scene.summary, "start"), label(24, 74, scenes.READING_HINT, "start"),
-        _legend(scene), "".join(line_legend), *_axes(frame), *_rectangle_paths(scene, frame, rectangles),
+        _legend(scene), "".join(line_legend), *_axis_elements(frame), *_rectangle_paths(scene, frame, rectangles),
         *_live_paths(scene, frame), *_peak_marker(scene, frame),
         *(_line(LEFT, RIGHT, frame.y(level.nbytes), level.line_kind) for level in scene.levels),
         *_peak_buffer_labels(scene),
@@ -69,7 +69,7 @@ def _rectangle_paths(scene: PlanScene, frame: ChartFrame, max_rectangles: int) -
     largest_buffers = sorted(scene.buffers, key=frame.area, reverse=True)[:max_rectangles]
     for category in scene.used():
         path = "".join(_rectangle_path(b, frame) for b in largest_buffers if b.category == category)
-        yield f'<path d="{path}" {_fill(category)}/>'
+        yield f'<path d="{path}" {_fill_attr(category)}/>'
 
 
 def _rectangle_path(b: Buffer, frame: ChartFrame) -> str:
@@ -90,7 +90,7 @@ def _live_paths(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
     for category in reversed(scene.used()):  # lower ones are drawn over higher ones
         column_tops = stack[CATEGORIES.index(category)].tolist()
         path = "".join(f"V{_live_height(top, frame):.1f}h{column_width:.2f}" for top in column_tops)
-        yield f'<path d="M{LEFT} {BELOW}{path}V{BELOW}z" {_fill(category)}/>'
+        yield f'<path d="M{LEFT} {BELOW}{path}V{BELOW}z" {_fill_attr(category)}/>'
     if scene.samples:
         points = [(frame.x(step), _live_height(nbytes, frame)) for step, nbytes in scene.samples]
         point_texts = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -102,7 +102,7 @@ def _live_height(nbytes: float, frame: ChartFrame) -> float:
     return BELOW - (BELOW - LIVE_TOP) * nbytes / frame.max_nbytes
 
 
-def _axes(frame: ChartFrame) -> Iterator[str]:
+def _axis_elements(frame: ChartFrame) -> Iterator[str]:
     for nbytes in byte_ticks(frame.max_nbytes, 8):
         y = frame.y(nbytes)
         yield f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{GRID}"/>'
@@ -143,6 +143,7 @@ def _peak_marker(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
 
 
 def _line(x_start: float, x_end: float, y: float, line_kind: str) -> str:
+    """Return a horizontal dashed line of the chart as SVG, in the dashes of `line_kind`."""
     dashes = f'stroke="{STRONG}" stroke-dasharray="{scenes.DASHES[line_kind]}"'
     return f'<path d="M{x_start} {y:.1f}H{x_end}" {dashes}/>'
 
@@ -151,7 +152,7 @@ def _legend(scene: PlanScene) -> str:
     """Return the legend's squares with the names of the categories, as SVG elements."""
     elements, x = [], 24
     for category in scene.used():
-        elements.append(f'<rect x="{x}" y="87" width="11" height="11" {_fill(category)}/>')
+        elements.append(f'<rect x="{x}" y="87" width="11" height="11" {_fill_attr(category)}/>')
         elements.append(label(x + 17, 97, category, "start"))
         x += 34 + 7 * len(category)
     return "".join(elements)
@@ -167,7 +168,7 @@ def _peak_buffer_labels(scene: PlanScene) -> Iterator[str]:
         yield label(172, y, description, "start")
 
 
-def _fill(category: str) -> str:
+def _fill_attr(category: str) -> str:
     return f'fill="{"url(#hatch)" if category == "recomputed" else COLORS[category]}"'
 
 

@@ -78,7 +78,7 @@ def _later_names(b: Buffer) -> list[str]:
 
 def _legend(scene: PlanScene) -> str:
     """Return the legend as HTML list items: the colours of categories, then the kinds of lines."""
-    color_items = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
+    color_items = (f"<li>{_color_swatch(category)}{category}</li>" for category in scene.used())
     line_items = (
         f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{scenes.DASHES[kind]}"/></svg>{text}</li>'
         for kind, text in scene.legend_lines
@@ -86,7 +86,7 @@ def _legend(scene: PlanScene) -> str:
     return "".join([*color_items, *line_items])
 
 
-def _swatch(category: str) -> str:
+def _color_swatch(category: str) -> str:
     fill = COLORS[category]
     if category == "recomputed":
         fill = f"repeating-linear-gradient(45deg,{COLORS['activation']} 0 2px,{fill} 2px 5px)"
@@ -100,7 +100,7 @@ def _peak_buffer_rows(scene: PlanScene) -> str:
     table_rows = [
         f'<tr data-buffer="{buffer_indices[b]}"><td class="name">{escape(printable_text(b.name))}'
         f"<td>{escape(printable_text(b.op))}"
-        f'<td class="category">{_swatch(b.category)}{b.category}{_number_cells(scene, b.nbytes)}'
+        f'<td class="category">{_color_swatch(b.category)}{b.category}{_number_cells(scene, b.nbytes)}'
         for b in shown
     ]
     if remaining:

@@ -188,8 +188,7 @@ class PlanScene:
 
 
 def fullest_steps(live: np.ndarray, num_spans: int) -> np.ndarray:
-    """Split time into `num_spans` equal parts; return the step at which most bytes of `live` (categories, steps) are
-    alive in each, int64 (parts,)."""
+    """Return the step of most bytes of `live` (categories, steps) in each of `num_spans` equal time spans, int64."""
     total, edges = live.sum(axis=0), np.linspace(0, live.shape[1], num_spans + 1).astype(np.int64)
     spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return np.array([a + int(total[a : max(b, a + 1)].argmax()) for a, b in spans], np.int64)

@@ -38,7 +38,7 @@ def terminal_text(
     eighths = -(-live_nbytes[column_steps] * 8 // max(int(live_nbytes.max(initial=0)), 1))
     lines.append(f"{'alive':>{MARGIN - 2}}  " + "".join(BARS[n] for n in eighths.tolist()))
     lines.append(" " * MARGIN + _axis_line(scene, column_steps))
-    return "\n".join([*lines, *_legend(scene, width, color), "", *_owners(scene, width), ""])
+    return "\n".join([*lines, *_legend(scene, width, color), "", *_peak_lines(scene, width), ""])
 
 
 def _summary_lines(scene: PlanScene, width: int) -> list[str]:
@@ -107,7 +107,7 @@ def _axis_line(scene: PlanScene, steps: np.ndarray) -> str:
     return line + last_text.rjust(width - len(line)) if len(line) + len(last_text) < width else line
 
 
-def _owners(scene: PlanScene, width: int) -> list[str]:
+def _peak_lines(scene: PlanScene, width: int) -> list[str]:
     arena = scene.arena
     heading = f"at the peak, op {arena.peak_step:,}, {size_text(arena.lower_bound)} are alive:"
     lines = textwrap.wrap(heading, width)

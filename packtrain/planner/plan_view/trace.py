@@ -18,12 +18,12 @@ def trace_json(plan: Plan, ops: Sequence[str] = ()) -> str:
     """Return the trace of all memory spaces as JSON text; `ops`, op names by step, become a track of their own."""
     events: list[TraceEvent] = []
     for process, arena in enumerate((a for a in plan.arenas if not a.name), 1):
-        scene_events = _scene_events(PlanScene(plan, arena.space), ops)
+        scene_events = _trace_events(PlanScene(plan, arena.space), ops)
         events += [{"pid": process, **event} for event in scene_events]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
 
 
-def _scene_events(scene: PlanScene, ops: Sequence[str]) -> Iterator[TraceEvent]:
+def _trace_events(scene: PlanScene, ops: Sequence[str]) -> Iterator[TraceEvent]:
     yield _metadata_event("process_name", 0, f"memory of {scene.space}")
     yield _metadata_event("thread_name", 0, "ops")
     for step, op in enumerate(ops):
@@ -45,6 +45,7 @@ def _scene_events(scene: PlanScene, ops: Sequence[str]) -> Iterator[TraceEvent]:
 
 
 def _metadata_event(event_name: str, thread: int, name: str) -> TraceEvent:
+    """Return the trace's event that gives a process or thread its name."""
     return {"ph": "M", "tid": thread, "name": event_name, "args": {"name": name}}
 
 

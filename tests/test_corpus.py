@@ -29,7 +29,7 @@ from packtrain.data.text import (
     text_streams,
 )
 from packtrain.data.text.build_corpus import write_corpus
-from packtrain.data.text.corpus_cache import _fingerprint, read_corpus
+from packtrain.data.text.corpus_cache import _corpus_fingerprint, read_corpus
 from packtrain.data.text.documents import split_documents
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.tokenizer import Tokenizer
@@ -355,7 +355,7 @@ def test_what_a_fingerprint_depends_on(tmp_path: Path, vocab: Path):
     def fingerprint(content: str = PROSE, vocab: Path | None = None, **overrides: object) -> str:
         text = text_of(write_text(tmp_path, content), vocab, **overrides)
         vocab_tokens = vocabulary_of(vocab) if vocab else None
-        return _fingerprint(text, documents.find_sources(text.data), vocab_tokens)
+        return _corpus_fingerprint(text, documents.find_sources(text.data), vocab_tokens)
 
     prints = [
         fingerprint(), fingerprint(PROSE + "x"), fingerprint(vocab_size=513), fingerprint(auto=False),

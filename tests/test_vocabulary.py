@@ -123,11 +123,13 @@ def test_long_lines_are_learned_from_too():
 
 def test_a_sample_is_spread_over_the_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vocabulary, "SAMPLED_NBYTES", 100_000)
-    sample = list(vocabulary._sampled((chr(0x100 + i) * 10_000 for i in range(150)), 3_000_000))
+    sample = list(
+        vocabulary._sample_texts((chr(0x100 + i) * 10_000 for i in range(150)), 3_000_000)
+    )
     assert 70_000 <= sum(len(text.encode()) for text in sample) <= 100_000
     sampled = [ord(text[0]) - 0x100 for text in sample]
     assert max(np.diff([0, *sampled, 149])) <= 40
-    assert list(vocabulary._sampled(["abc", "d"], 4)) == ["abc", "d"]
+    assert list(vocabulary._sample_texts(["abc", "d"], 4)) == ["abc", "d"]
 
 
 # ---- from a file

@@ -35,13 +35,13 @@ def train_vocabulary(
     if target_size < MIN_TOKENS:
         raise InputError(f"--vocab-size: {size} is too small; it must be {MIN_TOKENS} or more")
     processor = _train_sentencepiece(
-        _sentences(list(_sampled(texts, text_nbytes)), target_size), target_size
+        _sentences(list(_sample_texts(texts, text_nbytes)), target_size), target_size
     )
     num_pieces = processor.get_piece_size()
     if num_pieces < target_size and not auto:
         fact = f"--vocab-size: the text is too small for {size} tokens"
         raise InputError(f"{fact}; at most {num_pieces} would do")
-    return _metadata(processor)
+    return _vocabulary_metadata(processor)
 
 
 def supported_size(text_nbytes: int) -> int:
@@ -49,7 +49,7 @@ def supported_size(text_nbytes: int) -> int:
     return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // VOCAB_STEP * VOCAB_STEP)
 
 
-def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
+def _sample_texts(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
     """Yield chunks of the texts, of `text_nbytes` in all, evenly spread, at most SAMPLED_NBYTES in total."""
     sample_share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
     seen_nbytes, used_nbytes = 0, 0
@@ -100,7 +100,7 @@ def _train_sentencepiece(
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, MetadataValue]:
+def _vocabulary_metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, MetadataValue]:
     ids = range(trained.get_piece_size())
 
     def kind(id: int) -> int:

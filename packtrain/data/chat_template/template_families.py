@@ -32,6 +32,7 @@ END_OF_TURN = "<|im_end|>"
 
 
 def _mistral(template: str, before: str = "", after: str = "", trim: str = "") -> str:
+    """Fill in Mistral's template: texts before and after an instruction, and the filter that trims it."""
     return template.replace("BEFORE", before).replace("AFTER", after).replace("TRIM", trim)
 
 

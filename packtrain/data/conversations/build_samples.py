@@ -250,13 +250,13 @@ class SampleBuilder:
         contents = (message["content"] for message in record.messages)
         self.notes[CONTROL_NOTE] += sum(map(self.masker.spells_control, contents))
         for rendered in self._renderer_for(record.tools is not None).render(record):
-            for sample in self._truncate(self.masker.mask_conversation(rendered)):
+            for sample in self._fit_length(self.masker.mask_conversation(rendered)):
                 if sample.num_trained:
                     yield sample
                 else:
                     self.notes[UNTRAINED_NOTE] += 1
 
-    def _truncate(self, sample: MaskedSample) -> Iterator[MaskedSample]:
+    def _fit_length(self, sample: MaskedSample) -> Iterator[MaskedSample]:
         """Yield a conversation's sample, truncated or split if it is too long."""
         max_tokens, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
         if len(ids) <= max_tokens:

@@ -138,7 +138,7 @@ class ConversationRenderer:
         if self.has_blocks:
             answers = [i for i in answers if i <= turns[-1]]
             return self._render_blocks(messages, answers, turns, tools, options)
-        renderings = [self._turn(messages, i, tools, options) for i in turns]
+        renderings = [self._render_turn(messages, i, tools, options) for i in turns]
         full_text = renderings[-1].text
         if all(full_text.startswith(r.text[: r.spans[0][1]]) for r in renderings):
             return [RenderedConversation(full_text, [span for r in renderings for span in r.spans])]
@@ -198,12 +198,11 @@ class ConversationRenderer:
     def prompt(
         self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
     ) -> str:  # fmt: skip
-        """Render the text up to the next answer; `begins` adds how an answer begins. `variables` are for the
-        template."""
+        """Render the text up to the next answer; `begins` adds how an answer begins. `variables` are the template's."""
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 
-    def _turn(
+    def _render_turn(
         self, messages: list[Message], i: int, tools: list[Any] | None, options: dict[str, Any]
     ) -> RenderedConversation:
         """Render the conversation up to message i, an assistant's turn, with that turn's span."""

@@ -36,6 +36,7 @@ class LossMasker:
     """Tokenizes and masks samples; `everything` trains on prompts, too."""
 
     def __init__(self, tokenizer: Tokenizer, everything: bool = False) -> None:
+        """everything: the loss counts all tokens of a conversation, not only answers."""
         self.tokenizer, self.everything = tokenizer, everything
         kinds = zip(tokenizer.tokens, tokenizer.token_types, strict=True)
         self._controls = [text.decode(errors="replace") for text, kind in kinds if kind == CONTROL]
@@ -96,6 +97,7 @@ class LossMasker:
 
 
 def _nbytes(text: str, num_characters: int) -> int:
+    """Return how many UTF-8 bytes the first characters of a text take."""
     return len(text[:num_characters].encode())
 
 
@@ -112,8 +114,7 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
 
 
 def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tuple[int, int]:
-    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace there that the token before it
-    took."""
+    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace that the token before it took."""
     piece = tokenizer.piece(id)
     if text.startswith(piece, offset):
         return offset, offset + len(piece)
@@ -151,8 +152,7 @@ def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
 
 
 def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> Iterator[list[int]]:
-    """Cut ids into windows of `length` + 1, each but the first beginning with the last id of the previous one, or
-    bos."""
+    """Cut ids into windows of `length` + 1, each but the first beginning with the last id of the one before, or bos."""
     pending: list[int] = []
     for chunk in parts:
         pending += chunk

@@ -61,13 +61,12 @@ class AnswerPair:
 def make_pair(
     location: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any
 ) -> AnswerPair:
-    """Build a pair from a prompt and answers {"chosen": …, "rejected": …} at `location` of the data. Raises
-    InputError."""
+    """Build a pair of prompt and answers {"chosen": …, "rejected": …} at `location` of the data. Raises InputError."""
     conversations = {}
     for name, messages in answers.items():
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{location}: {name} must end with the assistant's answer")
-        _check_trained(f"{location}: {name}", messages)
+        _check_has_trained_turn(f"{location}: {name}", messages)
         full_conversation = make_conversation(location, [*prompt, *messages], tools)
         conversations[name] = replace(full_conversation, num_answer_messages=len(messages))
     if answers["chosen"] == answers["rejected"]:
@@ -89,14 +88,14 @@ def make_conversation(location: str, messages: list[Message], tools: Any) -> Con
     if turns[0]["role"] != "user":
         advice = "it must be the user"
         raise InputError(f"{location}: the first to speak is {turns[0]['role']}", advice)
-    _check_trained(location, turns)
+    _check_has_trained_turn(location, turns)
     dropped_opening = len(turns) < len(messages) - num_system
     messages = messages[:num_system] + turns
     _assign_call_ids(messages)
     return Conversation(location, messages, _check_tools(tools, location), dropped_opening)
 
 
-def _check_trained(location: str, turns: list[Message]) -> None:
+def _check_has_trained_turn(location: str, turns: list[Message]) -> None:
     if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in turns):
         raise InputError(f"{location} has no answer with a weight of 1 to train on")
 
@@ -152,7 +151,7 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
     extra_fields |= {} if allow_empty else weight_of(turn, role, at)
     if calls:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
-        content_text = _content(content, at) if content else ""
+        content_text = _content_text(content, at) if content else ""
         return {"role": role, "content": content_text, **extra_fields, "tool_calls": parsed_calls}
     if allow_empty and content is None:
         if "content" not in turn:
@@ -163,13 +162,13 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
 
 def new_message(role: str, content: Any, at: str, allow_empty: bool = False) -> Message:
     """Return a checked message; only a tool's may be empty, unless `allow_empty`."""
-    text = _content(content, at)
+    text = _content_text(content, at)
     if role != "tool" and not allow_empty and not text.strip():
         raise InputError(f"{at}: the {role}'s content is empty", "it must have words")
     return {"role": role, "content": text}
 
 
-def _content(content: Any, at: str) -> str:
+def _content_text(content: Any, at: str) -> str:
     """Return the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         for part in content:
@@ -246,6 +245,7 @@ def _check_tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def _json(text: Any, at: str, example: str) -> Any:
+    """Parse the JSON text at `at`, a place in the data. Raises InputError, which shows an example."""
     try:
         return json.loads(valid_text(text, at, RECORD_ADVICE))
     except (ValueError, RecursionError):

@@ -65,7 +65,7 @@ class RecordReader:
 
     def __iter__(self) -> Iterator[Conversation | AnswerPair | PlainText]:
         if suffix_of(self.source.path) not in RECORDS:
-            yield from self._documents()
+            yield from self._read_texts()
             return
         for location, raw_record in read_records(sample_messages.RECORD_ADVICE, self.report):
             try:
@@ -97,8 +97,7 @@ class RecordReader:
         return parsed_record
 
     def _check_fields(self, record: Mapping[str, Any], location: str, form: RecordFormat) -> None:
-        """Raise InputError for fields that `form` misses, and for unused ones with a meaning that packtrain would
-        ignore."""
+        """Raise InputError for fields that `form` misses, and unused ones whose meaning packtrain would ignore."""
         missing_fields = [name for name in form.needed if name not in record]
         if missing_fields:
             raise InputError(
@@ -122,7 +121,7 @@ class RecordReader:
                 if isinstance(message, dict):
                     unused_fields.update(message.keys() - sample_messages.MESSAGE_FIELDS)
 
-    def _documents(self) -> Iterator[PlainText]:
+    def _read_texts(self) -> Iterator[PlainText]:
         pieces = iter(read_documents([self.source], self.separator, [self.report]))
         for piece in pieces:
             self.count += 1
@@ -224,7 +223,7 @@ def _system_messages(record: Mapping[str, Any], location: str) -> list[Message]:
     return [new_message("system", system, f"{location}: system")] if system else []
 
 
-def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:
+def _parse_text_record(record: Mapping[str, Any], location: str) -> PlainText:
     text = valid_text(record["text"], f"{location}: text", sample_messages.RECORD_ADVICE)
     if not text.strip():
         raise InputError(f"{location}: text is empty", "it must have words")
@@ -238,5 +237,5 @@ RECORD_FORMATS = (
     RecordFormat(("messages",), ("tools", "system"), _parse_messages),
     RecordFormat(("conversations",), ("tools", "system"), _parse_messages),
     RecordFormat(("prompt", "completion"), ("tools", "system", "history"), _parse_question),
-    RecordFormat(("text",), (), _parse_plain),
+    RecordFormat(("text",), (), _parse_text_record),
 )

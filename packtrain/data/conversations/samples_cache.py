@@ -47,8 +47,7 @@ class SampleDataset:
 def prepare_dataset(
     recipe: DatasetRecipe, cache: Path, report: ReportProgress, memory: str | None = None, model: GGUF | None = None,
 ) -> SampleDataset:  # fmt: skip
-    """Return the samples of a recipe, cached in a folder of `cache`; `model`: the recipe's model if it is open. Raises
-    InputError, and as `build_folder`."""
+    """Return a recipe's samples, cached in `cache`; `model`: its model if open. Raises InputError, as build_folder."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
     sources, file = find_sources(recipe.data, DATA_SUFFIXES), model or GGUF(recipe.model)

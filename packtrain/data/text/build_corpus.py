@@ -33,7 +33,7 @@ def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> No
 
     def read(activity: str, reports: list[ReadingReport], nbytes: int) -> Iterator[TextPiece]:
         pieces = documents.read_documents(sources, text.separator, reports, text.keep_separators)
-        return _with_progress(pieces, activity, nbytes, report)
+        return _report_pieces(pieces, activity, nbytes, report)
 
     reports = _reports_of(text, sources)
     survey_result = documents.survey(read("reading", reports, 0 if has_packed else total))
@@ -57,7 +57,7 @@ def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> No
         vocab_size = tokenizer.vocab_size
         files = {p: stack.enter_context(write_tokens(folder, p, vocab_size)) for p in parts}
         nbytes = _write_files(divided("tokenizing"), tokenizer, files)
-        _check_filled(text, files)
+        _check_not_empty(text, files)
     if text.keep_separators and survey_result.num_documents <= len(sources):
         found_notes.append(f"--sample-start {text.separator!r} divides no file: each is one sample")
     notes = [*found_notes, note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
@@ -70,7 +70,7 @@ def _reports_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> list[Readi
     return [ReadingReport(source.path, text.skip_bad, columns=text.columns) for source in sources]
 
 
-def _with_progress(
+def _report_pieces(
     pieces: Iterable[TextPiece], activity: str, total_nbytes: int, report: ReportProgress
 ) -> Iterator[TextPiece]:
     """Yield the pieces, and report `activity` with the bytes that are done, of `total_nbytes` in all (0: unknown)."""
@@ -147,7 +147,7 @@ def _write_files(
     return split_nbytes
 
 
-def _check_filled(text: CorpusRecipe, files: Mapping[str, TokenFile]) -> None:
+def _check_not_empty(text: CorpusRecipe, files: Mapping[str, TokenFile]) -> None:
     for split, file in files.items():
         if not file.starts:
             raise InputError(
@@ -157,6 +157,7 @@ def _check_filled(text: CorpusRecipe, files: Mapping[str, TokenFile]) -> None:
 
 
 def _note(split: str, file: TokenFile, nbytes: int) -> str:
+    """Return a line on a split's file: documents, tokens and bytes a token."""
     count_text = plural(len(file.starts), "document")
     density = f"{nbytes / file.num_tokens:.2f} bytes per token"
     return f"{SPLIT_NAMES[split]}: {count_text}, {file.num_tokens:,} tokens, {density}"

@@ -34,20 +34,20 @@ def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     arrow = import_module("pyarrow")
     row_number = 0
     try:
-        for batch in _batches(path, arrow):
+        for batch in _record_batches(path, arrow):
             for row in batch.to_pylist():
                 row_number += 1
                 yield f"{path}: row {row_number}", drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error, f" after row {row_number}") from None
+        raise _unreadable_file(path, error, f" after row {row_number}") from None
 
 
-def _unreadable(path: Path, error: Exception, place: str = "", advice: str = "") -> InputError:
+def _unreadable_file(path: Path, error: Exception, place: str = "", advice: str = "") -> InputError:
     text = " ".join(str(error).split())[:200]
     return InputError(f"{path} cannot be read as {suffix_of(path)}{place}: {text}{advice}")
 
 
-def _batches(path: Path, arrow: Any) -> Iterator[Any]:
+def _record_batches(path: Path, arrow: Any) -> Iterator[Any]:
     if suffix_of(path) == ".parquet":
         parquet = import_module("pyarrow.parquet")
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_NBYTES) as file:
@@ -97,7 +97,7 @@ def sheet_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
         sheet_names = book.sheet_names
         rows = book.get_sheet_by_index(0).iter_rows() if sheet_names else ()
     except (calamine.CalamineError, zipfile.BadZipFile, OSError) as error:
-        raise _unreadable(path, error, advice=f"; {SAVE_TABLE}") from None
+        raise _unreadable_file(path, error, advice=f"; {SAVE_TABLE}") from None
     if len(sheet_names) > 1:
         report.remarks.append(f"sheet {sheet_names[0]}; not read: {shortlist(sheet_names[1:])}")
     for row_number, cells in enumerate(rows, 1):

@@ -39,7 +39,7 @@ def prepare_corpus(
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
     sources = documents.find_sources(text.data)
     vocabulary = vocabulary_of(text.vocab) if text.vocab else None
-    fingerprint = _fingerprint(text, sources, vocabulary)
+    fingerprint = _corpus_fingerprint(text, sources, vocabulary)
     splits = documents.splits_of(text.val_split, sources)
     vocab_size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
     corpus = read_or_build(
@@ -48,7 +48,7 @@ def prepare_corpus(
     return replace(corpus, notes=(*documents.unread_notes(text.data, sources), *corpus.notes))
 
 
-def _fingerprint(
+def _corpus_fingerprint(
     text: documents.CorpusRecipe, sources: Sequence[documents.SourceFile],
     vocabulary: Mapping[str, MetadataValue] | None,
 ) -> str:  # fmt: skip

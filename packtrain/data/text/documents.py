@@ -87,12 +87,11 @@ class TextSurvey:
 def find_sources(
     data: Path, suffixes: Sequence[str] = text_streams.TEXT_SUFFIXES
 ) -> tuple[SourceFile, ...]:
-    """Return as sources `data`, a file; or a folder's train and valid files; or its files with these suffixes. Raises
-    InputError."""
+    """Return as sources the file `data`, or a folder's train and valid files, or all with suffixes. InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
         return (SourceFile(data),)
-    train_file, valid_file = _split_files(data)
+    train_file, valid_file = _train_and_valid(data)
     if train_file and valid_file:
         return SourceFile(train_file, TRAIN), SourceFile(valid_file, VALID)
     if train_file:
@@ -103,25 +102,25 @@ def find_sources(
     files = [path for path in sorted(data.iterdir()) if path.is_file()]
     text_files = [path for path in files if path.name.lower().endswith(tuple(suffixes))]
     if not text_files:
-        available = _listed([path for path in sorted(data.iterdir()) if suffix_of(path) in RECORDS])
+        available = _names([path for path in sorted(data.iterdir()) if suffix_of(path) in RECORDS])
         raise InputError(
             f"--data: {data} holds no text; it must have {expected}, or other {suffixes[0]} files"
             + (f"; of {available} give one by name" if available else "")
         )
     held_out_files = [path for path in text_files if HELD_OUT_NAME.fullmatch(path.name)]
     if 0 < len(held_out_files) < len(text_files):
-        fact = f"--data: {data} has {_listed(held_out_files)} beside files to train on"
+        fact = f"--data: {data} has {_names(held_out_files)} beside files to train on"
         raise InputError(fact, f"it must have {expected}, or only files to train on")
     return tuple(SourceFile(require_existing(path, "--data")) for path in text_files)
 
 
-def _split_files(folder: Path) -> tuple[Path | None, Path | None]:
+def _train_and_valid(folder: Path) -> tuple[Path | None, Path | None]:
     return find_file(folder, "train"), find_file(folder, "valid", "val")
 
 
 def has_valid_file(data: Path) -> bool:
     """Whether the data is a folder with a validation file."""
-    return data.is_dir() and all(_split_files(data))
+    return data.is_dir() and all(_train_and_valid(data))
 
 
 def check_separator(separator: str | None, sources: Sequence[SourceFile]) -> None:
@@ -137,10 +136,10 @@ def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:
     used_paths = {source.path for source in sources}
     paths = (path for path in sorted(data.iterdir()) if not path.name.startswith("."))
     unused_paths = [path for path in paths if path not in used_paths]
-    return (f"{data}: not read: {_listed(unused_paths)}",) if unused_paths else ()
+    return (f"{data}: not read: {_names(unused_paths)}",) if unused_paths else ()
 
 
-def _listed(paths: Sequence[Path]) -> str:
+def _names(paths: Sequence[Path]) -> str:
     return shortlist([f"{p.name}/" if p.is_dir() else p.name for p in paths], MAX_LISTED)
 
 
@@ -293,11 +292,11 @@ def assign_splits(
     if not interval:
         return (replace(piece, split=piece.split or TRAIN) for piece in pieces)
     if survey_result.num_documents >= max(SPLIT_BY_DOCUMENTS, interval):
-        return _split_by_documents(pieces, interval)
+        return _assign_every_kth(pieces, interval)
     return _split_by_position(pieces, int(survey_result.num_characters * (1 - val_split)))
 
 
-def _split_by_documents(pieces: Iterable[TextPiece], interval: int) -> Iterator[TextPiece]:
+def _assign_every_kth(pieces: Iterable[TextPiece], interval: int) -> Iterator[TextPiece]:
     document_number = 1
     for piece in pieces:
         yield replace(piece, split=TRAIN if document_number % interval else VALID)

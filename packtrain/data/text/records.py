@@ -46,6 +46,7 @@ def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any
 
 
 def _json_lines(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
+    """Yield (place in words, value) of each line of JSON; errors quote `example`, a good record."""
     path = report.path
     with text_streams.open_decompressed(path) as file:
         for line_number, line in enumerate(
@@ -81,18 +82,19 @@ class _JsonArray:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         if self._next_character() != "[":
             raise InputError(f"{self.path} must be an array; with one record a line it is a .jsonl")
-        self._move_to(self.at + 1)
+        self._advance_to(self.at + 1)
         while self._next_character() != "]":
             location = reading_position["place"] = f"{self.path}: line {self.line}"
             yield location, self._read_value()
             if self._next_character() == ",":
-                self._move_to(self.at + 1)
-        self._move_to(self.at + 1)
+                self._advance_to(self.at + 1)
+        self._advance_to(self.at + 1)
         if self._next_character():
             fact = f"{self.path}: line {self.line}: text follows the end of the array"
             raise InputError(f"{fact}; {self.example}")
 
     def _read_value(self) -> Any:
+        """Return the next value of the array, after reading as much of the file as it takes."""
         while True:
             try:
                 value, end = self._decode(self.buffer, self.at)
@@ -104,19 +106,19 @@ class _JsonArray:
                 error_position = error.pos if isinstance(error, json.JSONDecodeError) else self.at
                 line = self.line + self.buffer.count("\n", self.at, error_position)
                 raise InputError(f"{self.path}: line {line} is not JSON; {self.example}") from None
-            self._move_to(end)
+            self._advance_to(end)
             return value
 
     def _next_character(self) -> str:
         """Move to the next non-whitespace character and return it; "" at the end."""
         while not (match := NON_SPACE.search(self.buffer, self.at)):
-            self._move_to(len(self.buffer))
+            self._advance_to(len(self.buffer))
             if not self._fill_buffer():
                 return ""
-        self._move_to(match.start())
+        self._advance_to(match.start())
         return match[0]
 
-    def _move_to(self, position: int) -> None:
+    def _advance_to(self, position: int) -> None:
         self.line += self.buffer.count("\n", self.at, position)
         self.at = position
 

@@ -59,7 +59,7 @@ class TokenizedSamples:
 
 def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
     """Map the files of a split, ids below `vocab_size`. Raises OSError or ValueError if they are missing or damaged."""
-    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, split))
+    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in token_paths(folder, split))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
         raise ValueError(f"{folder}: {split} holds no tokens")
     is_ordered = starts.size > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
@@ -77,7 +77,7 @@ def read_samples(folder: Path, split: str, vocab_size: int) -> TokenizedSamples:
     return TokenizedSamples(tokens.ids, weights, tokens.starts)
 
 
-def paths_of(folder: Path, split: str) -> tuple[Path, Path]:
+def token_paths(folder: Path, split: str) -> tuple[Path, Path]:
     return folder / f"{split}.npy", folder / f"{split}.starts.npy"
 
 
@@ -142,7 +142,7 @@ def write_tokens(
     folder: Path, split: str, vocab_size: int, has_weights: bool = False
 ) -> Iterator[TokenFile]:
     """Context manager: a TokenFile that writes the files of a split, which appear only if the block succeeds."""
-    ids_path, starts_path = paths_of(folder, split)
+    ids_path, starts_path = token_paths(folder, split)
     weights = growing(weights_path(folder, split), np.dtype("u1")) if has_weights else nullcontext()
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     with growing(ids_path, dtype) as ids_file, weights as weights_file:

@@ -38,6 +38,7 @@ class PatternCompiler:
         self.places.append(PatternInstruction("match"))
 
     def _accept(self, text: str) -> bool:
+        """Pass over `text` if the pattern goes on with it; return whether it did."""
         matches = self._pattern.startswith(text, self._position)
         self._position += len(text) * matches
         return matches
@@ -49,10 +50,10 @@ class PatternCompiler:
         if len(branches) == 1:
             return branches[0]
         starts = [*accumulate((len(branch) + 1 for branch in branches), initial=1)]
-        code = [_split(*starts[:-1])]
+        code = [_fork(*starts[:-1])]
         for branch in branches:
             code += branch
-            code.append(_split(starts[-1] - len(code)))
+            code.append(_fork(starts[-1] - len(code)))
         return code
 
     def _parse_sequence(self) -> Code:
@@ -85,15 +86,16 @@ class PatternCompiler:
             REPEAT_COUNTS[match[1]] if match[1] else (int(match[2]), int(match[3] or match[2]))
         )
         if max_times is None:  # back to the split as often as there are items
-            return item * min_times + [_split(1, len(item) + 2), *item, _split(-len(item) - 1)]
+            return item * min_times + [_fork(1, len(item) + 2), *item, _fork(-len(item) - 1)]
         num_optional, step = max_times - min_times, len(item) + 1
         code = item * min_times
         for num_left in range(num_optional, 0, -1):
-            code += [_split(1, num_left * step), *item]
+            code += [_fork(1, num_left * step), *item]
         return code
 
 
-def _split(*steps: int) -> PatternInstruction:
+def _fork(*steps: int) -> PatternInstruction:
+    """Return an instruction that goes on at several places, which are `steps` away."""
     return PatternInstruction("split", steps=steps)
 
 

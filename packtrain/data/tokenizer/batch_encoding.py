@@ -36,7 +36,7 @@ def encode_all(
 
     futures: deque[Future[list[IdChunk]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
-        for batch in _batches(tokenizer.stretches(pieces)):
+        for batch in _stretch_batches(tokenizer.stretches(pieces)):
             encoder = None
             if tokenizer.use_compiled:
                 encoder = tokenizer.new_encoder() if encoders.empty() else encoders.get()
@@ -47,7 +47,7 @@ def encode_all(
             yield from futures.popleft().result()
 
 
-def _batches(stretches: Iterable[TextStretch]) -> Iterator[list[TextStretch]]:
+def _stretch_batches(stretches: Iterable[TextStretch]) -> Iterator[list[TextStretch]]:
     batch, num_characters = list[TextStretch](), 0
     for parts, is_last in stretches:
         batch.append((parts, is_last))

@@ -45,6 +45,7 @@ class BytePairEncoding(Encoding):
         return self._splitter.split(self._replace_spaces(text))
 
     def raw(self, text: str) -> bytes:
+        """Return a text as bytes, with the vocabulary's character for spaces."""
         return self._replace_spaces(text).encode()
 
     def build_tables(self) -> compiled.EncodingTables:
@@ -55,7 +56,7 @@ class BytePairEncoding(Encoding):
             symbol_ids = index | extra_ids
             for character in ALPHABET.values():
                 symbol_ids.setdefault(character.encode(), len(symbol_ids))
-            strings = [*map(_unspelled, self.table.tokens)] if rule.ignore_merges else []
+            strings = [*map(_decode_spelling, self.table.tokens)] if rule.ignore_merges else []
             singles = [symbol_ids[ALPHABET[b].encode()] for b in range(256)]
         else:
             strings = [*self.table.tokens, *extra_ids]
@@ -70,6 +71,7 @@ class BytePairEncoding(Encoding):
         return not self.table.may_span(text, at) and (self._rule.border or after_any)(text, at)
 
     def piece(self, token: bytes) -> bytes:
+        """Return the text that a token stands for, as bytes."""
         if self._rule.space_text != " ":
             return token.replace(self._rule.space_text.encode(), b" ")
         return b"".join(BYTES.get(c, c.encode()) for c in token.decode(errors="replace"))
@@ -88,6 +90,7 @@ class BytePairEncoding(Encoding):
         return self.table.index.get(b"<0x%02X>" % byte)
 
     def _word_ids(self, word: str) -> list[int]:
+        """Return the ids of a word: its parts after all merges."""
         ranks, index, rule = self._merge_ranks, self.table.index, self._rule
 
         def cost(a: bytes, b: bytes) -> int | None:
@@ -102,8 +105,7 @@ class BytePairEncoding(Encoding):
         return [i for part in parts for i in self._part_ids(part, rule)] if id is None else [id]
 
     def _part_ids(self, part: bytes, rule: SplitRule) -> Sequence[int]:
-        """Return the ids of a merged part: its token, else its bytes' tokens; none by a byte-level rule, as in
-        llama.cpp."""
+        """Return the ids of a merged part: its token, else its bytes' tokens; none by a byte-level rule (llama.cpp)."""
         id = self.table.index.get(part)
         if id is not None:
             return (id,)
@@ -129,7 +131,7 @@ class WhitespaceEncoding(BytePairEncoding):
         return ids
 
 
-def _unspelled(token: bytes) -> bytes:
+def _decode_spelling(token: bytes) -> bytes:
     """Return the bytes that a token spells in GPT-2's alphabet; b"" if it is not spelled so."""
     try:
         return token.decode().translate(_BYTES).encode("latin-1")

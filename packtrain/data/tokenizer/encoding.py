@@ -38,10 +38,10 @@ class Encoding:
         """Return the ids of a text."""
         ids: list[int] = []
         for word in self._words(text):
-            ids += self._cached(word, self._word_ids)
+            ids += self._cached_ids(word, self._word_ids)
         return ids
 
-    def _cached(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    def _cached_ids(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         ids = self._word_cache.get(text)
         if ids is None:
             ids = encode(text)

@@ -62,6 +62,7 @@ def after_line(text: str, at: int) -> bool:
 
 
 def before_space(text: str, at: int) -> bool:
+    """Return whether a character is a space or line end after another character."""
     return text[at] in " \n" and not text[at - 1].isspace()
 
 

@@ -79,10 +79,10 @@ class SentencePieceEncoding(Encoding):
         word, ids = word.replace(" ", SPACE), []
         cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in self._joins]
         for start, end in pairwise([0, *cuts, len(word)]):
-            ids += self._cached(word[start:end], self._merged)
+            ids += self._cached_ids(word[start:end], self._merged_ids)
         return ids
 
-    def _merged(self, piece: str) -> list[int]:
+    def _merged_ids(self, piece: str) -> list[int]:
         index, costs = self.table.index, self._token_costs
 
         def cost(a: bytes, b: bytes) -> float | None:

@@ -150,12 +150,13 @@ class TokenTable:
         end_texts = {self.tokens[id] for id in eog_ids}
         has_calls = bool(end_texts & {b"<|call|>", b"<|calls|>"})
         if has_calls and end_texts & {b"<|return|>", b"<|flush|>"}:
-            eog_ids = self._without_end(eog_ids, b"<|end|>", USER_DEFINED)
+            eog_ids = self._without_eog_token(eog_ids, b"<|end|>", USER_DEFINED)
         if end_texts & {b"<|tool_response>", b"<|plamo:eos|>"}:
-            eog_ids = self._without_end(eog_ids, b"</s>", NORMAL)
+            eog_ids = self._without_eog_token(eog_ids, b"</s>", NORMAL)
         return eog_ids
 
-    def _without_end(self, eog_ids: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
+    def _without_eog_token(self, eog_ids: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
+        """Return eog_ids without the token `text`, which becomes one of type `kind`."""
         id = self.index.get(text)
         if id in eog_ids:
             self.token_types[id] = kind

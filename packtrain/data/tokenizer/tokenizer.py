@@ -141,8 +141,7 @@ class Tokenizer:
         return next((at for at in positions if self._encoding.can_cut(text, at)), 0)
 
     def _split_parts(self, text: str, special: bool, prefix: bool) -> tuple[TextParts, bool]:
-        """Split a text at special tokens, after a space if `prefix`; returns (parts, whether next text gets a
-        space)."""
+        """Split a text at special tokens, after a space if `prefix`; return (parts, whether next text gets a space)."""
         self._characters_until_compiled -= len(text)
         text_parts: TextParts = []
         for part in self._split_specials(text, self._find_specials(text, special)):
@@ -155,11 +154,11 @@ class Tokenizer:
         if self.use_compiled and self._encoder is None:
             self._encoder = self.new_encoder()
         ids: list[int] = []
-        for batch in self._batches(text_parts):
+        for batch in self._bounded_batches(text_parts):
             ids += self.arrays([batch], self._encoder)[0].tolist()
         return ids
 
-    def _batches(self, text_parts: TextParts) -> Iterator[TextParts]:
+    def _bounded_batches(self, text_parts: TextParts) -> Iterator[TextParts]:
         """Yield the parts in several lists, so that encoding a long text takes no more memory than a short one."""
         if sum(len(part) for part in text_parts if isinstance(part, str)) <= BATCH_CHARACTERS:
             yield text_parts
@@ -202,8 +201,7 @@ class Tokenizer:
         )
 
     def _find_specials(self, text: str, special: bool) -> list[tuple[str, int]]:
-        """Return (text, id) of special tokens that may occur in a text, the longest first; `special`: also control
-        ones."""
+        """Return (text, id) of special tokens that may occur in a text, longest first; `special`: also control ones."""
         candidates = self._token_table.specials if special else self._user_defined
         if self._characters_until_compiled > 0 or not candidates:
             return candidates

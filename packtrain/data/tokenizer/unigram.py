@@ -47,7 +47,7 @@ class UnigramEncoding(Encoding):
 
     def _word_ids(self, text: str) -> list[int]:
         """Return the ids of the best tokens (Viterbi); unknown characters side by side are one unknown token."""
-        raw = self._normalized(text.encode())
+        raw = self._normalize_text(text.encode())
         length = len(raw)
         best = [-np.inf] * (length + 1)
         predecessors = [0] * (length + 1)
@@ -76,7 +76,7 @@ class UnigramEncoding(Encoding):
             length = predecessors[length]
         return ids[::-1]
 
-    def _normalized(self, raw: bytes) -> bytes:
+    def _normalize_text(self, raw: bytes) -> bytes:
         """Replace characters by the map, spaces by U+2581, and add U+2581 before the text, or each word, if set."""
         replaced = b"".join(self._replace_parts(raw))
         if self._joins_spaces:

@@ -91,7 +91,7 @@ class CharacterClasses(dict[int, str]):
     def add_pattern(self, pattern: str) -> None:
         """Add the sets of characters that a pattern names, so that class characters tell them apart."""
         for matched_set in CLASS_IN_PATTERN.findall(pattern):
-            ranges = _literals(matched_set)
+            ranges = _literal_ranges(matched_set)
             if ranges and ranges not in self.sets:
                 self.sets.append(ranges)
 
@@ -102,7 +102,7 @@ class CharacterClasses(dict[int, str]):
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")
 
     def _translate_set(self, text: str) -> str:
-        ranges = _literals(text)
+        ranges = _literal_ranges(text)
         translated = CATEGORY.sub(lambda match: ASCII_CLASSES[match[1]] + self._of(match[1]), text)
         if ranges:
             bit = 1 << self.sets.index(ranges)
@@ -112,11 +112,12 @@ class CharacterClasses(dict[int, str]):
         return translated if text.startswith("[") else f"[{translated}]"
 
     def _of(self, name: str) -> str:
+        """Return the characters that stand for a Unicode category, such as L or Lu."""
         category_number = CATEGORIES[name[0]]
         return "".join(c for n, c in enumerate(self.names) if n % COUNT == category_number)
 
 
-def _literals(text: str) -> Ranges:
+def _literal_ranges(text: str) -> Ranges:
     return tuple((ord(a), ord(b or a)) for a, b in LITERALS.findall(text))
 
 
@@ -166,8 +167,7 @@ def _split_step(pattern: str | DigitGroups) -> Callable[[str], list[str]]:
 
 
 def _cuts(run: re.Match[str], cut_after: bool) -> Iterator[int]:
-    """Yield the indices at which a run of digits is cut, in threes from its right; `cut_after`: after each, else
-    before."""
+    """Yield where a run of digits is cut, in threes from its right; `cut_after`: after each three, else before."""
     start, end = run.span()
     first_cut = start + (end - start) % 3
     if cut_after:

@@ -10,7 +10,7 @@ from packtrain import kernels
 from packtrain.common.events import Counted
 from packtrain.devtools.bench.bench_table import BenchTable, CellValue
 from packtrain.devtools.bench.products import ProgressCounter
-from packtrain.devtools.bench.step_timing import WARM, memory_title, tokens_of
+from packtrain.devtools.bench.step_timing import WARM, memory_title, tokens_per_step
 from packtrain.devtools.bench.timing import BenchProgram, paired
 from packtrain.devtools.bench.training import ROWS
 from packtrain.kernels.runtime.environment import supports_precision
@@ -63,7 +63,7 @@ def tables(
             ]
             with counting(f"steps of {preset}, {ours} beside {peer_precision}", "round") as count:
                 notes += run(programs, preset, rounds, count)
-            rows += rows_of(programs, tokens_of(preset))
+            rows += rows_of(programs, tokens_per_step(preset))
             notes += [] if len(programs) == 1 else [verdict(programs)]
         max_waited = max(float(row[-1] or 0) for row in rows)
         size = f"{ROWS[preset]} × {PRESETS[preset].context_length} tokens"

@@ -177,13 +177,16 @@ def a_folded_gradient_that_loses_the_earlier_one(patch: MonkeyPatch) -> None:
 
         return forgets
 
-    wrap_attribute(patch, autodiff._Backward, "_fold", wrong)
+    wrap_attribute(patch, autodiff._Backward, "_fold_into_acc", wrong)
 
 
 @fault("gradient", slope_check)
 def a_folded_gradient_that_counts_twice(patch: MonkeyPatch) -> None:
     wrap_attribute(
-        patch, autodiff._Backward, "_fold", lambda fold: lambda *args: fold(*args) and set()
+        patch,
+        autodiff._Backward,
+        "_fold_into_acc",
+        lambda fold: lambda *args: fold(*args) and set(),
     )
 
 
@@ -267,7 +270,7 @@ def a_tile_that_reads_the_rows_of_the_first(patch: MonkeyPatch) -> None:
     def wrong(tile):
         return lambda x, at, count: tile(x, at if x.ndim == 3 else 0, count)
 
-    wrap_attribute(patch, row_tiles, "_tile", wrong)
+    wrap_attribute(patch, row_tiles, "_tile_rows", wrong)
 
 
 @fault("tiles", tiled_check)

@@ -77,7 +77,7 @@ def one_dense_copy_for_all_views_of_a_value(patch: MonkeyPatch) -> None:
 
         return by_storage
 
-    wrap_attribute(patch, TransferCopies, "_add_copy", wrong)
+    wrap_attribute(patch, TransferCopies, "_add_copy_step", wrong)
 
 
 @fault("place", spaces_check)
@@ -422,7 +422,7 @@ def a_verifier_that_sees_no_overlap(patch: MonkeyPatch) -> None:
 
 @fault("verifier", partial(plan_checks.check_rejected, "a result over an input that is read later"))
 def a_verifier_that_trusts_every_read(patch: MonkeyPatch) -> None:
-    patch.setattr(verifying._PlanReplay, "_check_intact", lambda self, *args: None)
+    patch.setattr(verifying._PlanReplay, "_check_not_overwritten", lambda self, *args: None)
 
 
 @fault("verifier", partial(plan_checks.check_rejected, "over an input that is read twice"))

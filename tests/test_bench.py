@@ -92,7 +92,7 @@ def test_the_three_forms_of_a_product_have_one_shape() -> None:
     ]
     for output, product in forms:
         assert bench_ops.product_of(steps_of(output)[-1]) == product
-    assert bench_ops.group_of(steps_of(forms[3][0])[0]) == OpGroup(
+    assert bench_ops.op_group_of(steps_of(forms[3][0])[0]) == OpGroup(
         "product q4_K", FORWARD, "3 × 64 × 256"
     )
     for form in (FORWARD, BACK, WEIGHT):
@@ -167,7 +167,7 @@ def test_rates_by_an_injected_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kernels_of_the_rates_do_what_they_say() -> None:
     y, x = np.zeros(64, np.float32), np.arange(64, dtype=np.float32)
-    kernels.peak.copied(y, x, 3)
+    kernels.peak.copy_on_threads(y, x, 3)
     np.testing.assert_array_equal(y, x)
     kernels.peak.multiply_adds(y, 2.0, 3)  # v = 2 v + 2, three times, from 0, 1, …
     chains = kernels.peak.CHAINS

@@ -43,14 +43,14 @@ def test_what_a_run_makes_fits_into_the_pool_of_its_plan(monkeypatch: pytest.Mon
     """Of three steps on the CPU, taken and dropped as they come; there are two such pools, one of graphs."""
     plans = make_plans(SHAPE, AdamW(), target=Target((CUDA,)))
     pool = plans.largest_plan.arena("cuda").pool_nbytes
-    traces, original_run = list[tuple[int, ...]](), Executor._run
+    traces, original_run = list[tuple[int, ...]](), Executor._run_calls
 
     def traced(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         with measuring.allocation_meter()() as count:
             original_run(self, calls, stop, turns)
         traces.append(tuple(count.trace))
 
-    monkeypatch.setattr(Executor, "_run", traced)
+    monkeypatch.setattr(Executor, "_run_calls", traced)
     train_losses(Target.for_backend(FAR))
     allocator = cuda_caching.CachingAllocator()
     for nbytes in cuda_caching.WORKSPACES:

@@ -444,7 +444,7 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
     """Each call within its own workspace, or within the pool of its device, and nothing of it is left when it ends: its
     results are in the arena."""
     counts = list[tuple[str, int, int, int]]()
-    original_run = Executor._run
+    original_run = Executor._run_calls
 
     def run_metered(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         pool = self.plan.arena("far").pool_nbytes
@@ -469,7 +469,7 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
     for backend in (TORCH_CPU, FAR):
         train_losses(Target.for_backend(backend))  # tables of types are made once
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "_run", run_metered)
+            patch.setattr(Executor, "_run_calls", run_metered)
             train_losses(Target.for_backend(backend))
         exceeded = [
             metered_call

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def grid_points(level_values: tuple[int, ...], width: int, encoded_bits: str) -> np.ndarray:
-    """Return the points of a set of numbers (bits in zlib, base85) as int64: byte i < width: level_values[digit i]."""
+    """Return a grid's points, int64, from the set of their numbers (bits in zlib, base85): a level for each digit."""
     bits = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(encoded_bits)), np.uint8))
     point_numbers = np.flatnonzero(bits)[:, None]
     levels = point_numbers // len(level_values) ** np.arange(width) % len(level_values)

@@ -48,6 +48,7 @@ SCALED_BY_HALVES = DtypeFamily((q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl))
 
 @SCALED_BY_HALVES.scales
 def scales(dtype):
+    """Return a function of the address of four blocks that reads their scales, and offsets if they have them."""
     nbytes, has_offset = dtype.block_nbytes, dtype.layout.low is None
 
     def scales_of_four(w):

@@ -171,7 +171,7 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
 
 
 @iq1_s.snap
-def snap_iq1_s(block, src, column_weights, t):
+def snap_iq1_s(block, src, column_weights, table):
     numbers, group_down_bits, scales, levels = scratch(16), scratch(2), scratch(16), scratch(4)
     weights = scratch(32)
     spread = f32(2) * sum_of_squares(src, 256) / f32(256)
@@ -179,7 +179,7 @@ def snap_iq1_s(block, src, column_weights, t):
     for i in range(8):
         group = i * 128
         put_value_weights(weights, src + group, column_weights + group, 32, spread)
-        down_bits = fit_thirds(numbers + i * 8, scales + i * 4, src + group, weights, 32, t)
+        down_bits = fit_thirds(numbers + i * 8, scales + i * 4, src + group, weights, 32, table)
         intrinsics.put_byte(group_down_bits, i, down_bits & 8)
     d = intrinsics.largest(load(scales, 0)) / f32(15)
     intrinsics.put_half(block, 0, d * f32(1.125))
@@ -215,14 +215,14 @@ def put_scale(
 
 
 @iq1_m.snap
-def snap_iq1_m(block, src, column_weights, t):
+def snap_iq1_m(block, src, column_weights, table):
     numbers, group_down_bits, scales, levels = scratch(16), scratch(4), scratch(16), scratch(4)
     weights = scratch(16)
     spread = f32(2) * sum_of_squares(src, 256) / f32(256)
     for i in range(16):
         group = i * 64
         put_value_weights(weights, src + group, column_weights + group, 16, spread)
-        down_bits = fit_thirds(numbers + i * 4, scales + i * 4, src + group, weights, 16, t)
+        down_bits = fit_thirds(numbers + i * 4, scales + i * 4, src + group, weights, 16, table)
         intrinsics.put_byte(group_down_bits, i, down_bits)
         high_bits = (
             intrinsics.short_at(numbers, 2 * i) >> 8
@@ -236,4 +236,4 @@ def snap_iq1_m(block, src, column_weights, t):
         intrinsics.put_short(block + 48, i, 0)
     if d > 0:
         intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d, f32(7)))
-        put_scale(block, src, column_weights, t, numbers, group_down_bits, levels, spread, d)
+        put_scale(block, src, column_weights, table, numbers, group_down_bits, levels, spread, d)

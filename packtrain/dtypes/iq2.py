@@ -12,9 +12,9 @@ NOTHING = f32(1e-15)
 
 
 @iq2_xxs.snap
-def snap_iq2_xxs(block, src, by, t):
+def snap_iq2_xxs(block, src, w, table):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
-    highest = fit_block(numbers, signs, scales, src, by, t, 32, 8, 1, NOTHING, 6, f32(0.1), ALL)
+    highest = fit_block(numbers, signs, scales, src, w, table, 32, 8, 1, NOTHING, 6, f32(0.1), ALL)
     put_scales(block, levels, scales, highest, f32(1))
     for i in range(8):
         for k in range(4):
@@ -23,9 +23,9 @@ def snap_iq2_xxs(block, src, by, t):
 
 
 @iq2_xs.snap
-def snap_iq2_xs(to, src, by, t):
+def snap_iq2_xs(to, src, w, table):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
-    highest = fit_block(numbers, signs, scales, src, by, t, 16, 8, 1, NOTHING, 9, f32(0.1), OFF)
+    highest = fit_block(numbers, signs, scales, src, w, table, 16, 8, 1, NOTHING, 9, f32(0.1), OFF)
     put_scales(to, levels, scales, highest, f32(1))
     put_nibbles(to + 66, levels, 16)
     for i in range(32):
@@ -33,10 +33,10 @@ def snap_iq2_xs(to, src, by, t):
 
 
 @iq2_s.snap
-def snap_iq2_s(block, src, by, t):
+def snap_iq2_s(block, src, w, table):
     point_numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     max_scale = fit_block(
-        point_numbers, signs, scales, src, by, t, 16, 8, 0, f32(1e-8), 9, f32(0.1), OFF
+        point_numbers, signs, scales, src, w, table, 16, 8, 0, f32(1e-8), 9, f32(0.1), OFF
     )
     put_scales(block, levels, scales, max_scale, f32(0.9875))
     put_nibbles(block + 74, levels, 16)

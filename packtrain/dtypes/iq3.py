@@ -15,10 +15,10 @@ f32 = np.float32
 
 
 @iq3_xxs.snap
-def snap_iq3_xxs(block, src, by, t):
+def snap_iq3_xxs(block, src, w, table):
     point_numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     max_scale = fit_block(
-        point_numbers, signs, scales, src, by, t, 32, 4, 1, f32(1e-8), 15, f32(0.2), OFF
+        point_numbers, signs, scales, src, w, table, 32, 4, 1, f32(1e-8), 15, f32(0.2), OFF
     )
     put_scales(block, levels, scales, max_scale, f32(1.0125))
     for i in range(4):
@@ -28,9 +28,9 @@ def snap_iq3_xxs(block, src, by, t):
 
 
 @iq3_s.snap
-def snap_iq3_s(to, src, by, t):
+def snap_iq3_s(to, src, w, table):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
-    highest = fit_block(numbers, signs, scales, src, by, t, 32, 4, 0, f32(0), 9, f32(0.2), ANY)
+    highest = fit_block(numbers, signs, scales, src, w, table, 32, 4, 0, f32(0), 9, f32(0.2), ANY)
     put_scales(to, levels, scales, highest, f32(1.033))
     put_nibbles(to + 106, levels, 8)
     for i in range(4):

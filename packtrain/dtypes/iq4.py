@@ -1,7 +1,7 @@
 """Pack iq4_nl and iq4_xs, whose codes index a table of sixteen values: bit for bit as ggml.
 
-quantize_row_iq4_nl_impl of ggml-quants.c. Its sixteen trials of a scale are computed at once, one in each lane; each
-sums in ggml's order.
+quantize_row_iq4_nl_impl of ggml-quants.c. Its sixteen trials of a scale run at once, one a lane, summed in ggml's
+order.
 """
 
 import numpy as np

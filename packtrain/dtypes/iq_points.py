@@ -48,7 +48,8 @@ def read_words(raw: Bytes, start_byte: int, num_words: int, dtype: str) -> np.nd
     return np.ascontiguousarray(raw[..., start_byte : start_byte + nbytes]).view(dtype)
 
 
-def put_words(raw: Bytes, start_byte: int, values: np.ndarray, dtype: str) -> None:
+def write_words(raw: Bytes, start_byte: int, values: np.ndarray, dtype: str) -> None:
+    """Write values as words of type `dtype` into the bytes of each block from start_byte on."""
     word_bytes = np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
     raw[..., start_byte : start_byte + word_bytes.shape[-1]] = word_bytes
 
@@ -61,7 +62,7 @@ def pack_bits(bit_fields: np.ndarray, group_size: int, bits: int) -> np.ndarray:
     )
 
 
-def times_unit(by: np.ndarray, raw: Bytes, start_byte: int = 0) -> np.ndarray:
+def scaled_by_unit(by: np.ndarray, raw: Bytes, start_byte: int = 0) -> np.ndarray:
     """Return `by`, (rows, blocks, …), times the f16 unit at byte start_byte of each block."""
     return read_words(raw, start_byte, 1, "<f2").astype(f32) * by
 
@@ -77,26 +78,26 @@ def nibbles(raw: Bytes, start_byte: int, num_bytes: int) -> np.ndarray:
 
 def iq2_xxs_scales(raw: Bytes) -> np.ndarray:
     scale_codes = read_words(raw, 2, 16, "<u4")[..., 1::2] >> 28
-    return times_unit((scale_codes.astype(f32) + f32(0.5)) * f32(0.25), raw)
+    return scaled_by_unit((scale_codes.astype(f32) + f32(0.5)) * f32(0.25), raw)
 
 
 def put_iq2_xxs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     both = read_words(raw, 2, 16, "<u4")
     both[..., ::2] = pack_bits(numbers, 4, 8)
     both[..., 1::2] = both[..., 1::2] & 0xF0000000 | pack_bits(signs & SEVEN_SIGNS, 4, 7)
-    put_words(raw, 2, both, "<u4")
+    write_words(raw, 2, both, "<u4")
 
 
 def iq2_xs_scales(raw: Bytes) -> np.ndarray:
-    return times_unit((nibbles(raw, 66, 8) + f32(0.5)) * f32(0.25), raw)
+    return scaled_by_unit((nibbles(raw, 66, 8) + f32(0.5)) * f32(0.25), raw)
 
 
 def put_iq2_xs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
-    put_words(raw, 2, numbers | (signs & SEVEN_SIGNS).astype(np.uint16) << 9, "<u2")
+    write_words(raw, 2, numbers | (signs & SEVEN_SIGNS).astype(np.uint16) << 9, "<u2")
 
 
 def iq2_s_scales(raw: Bytes) -> np.ndarray:
-    return times_unit((nibbles(raw, 74, 8) + f32(0.5)) * f32(0.25), raw)
+    return scaled_by_unit((nibbles(raw, 74, 8) + f32(0.5)) * f32(0.25), raw)
 
 
 def put_iq2_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
@@ -109,17 +110,17 @@ def put_iq2_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
 
 def iq3_xxs_scales(raw: Bytes) -> np.ndarray:
     scale_codes = read_words(raw, 66, 8, "<u4") >> 28
-    return times_unit((scale_codes.astype(f32) + f32(0.5)) * f32(0.5), raw)
+    return scaled_by_unit((scale_codes.astype(f32) + f32(0.5)) * f32(0.5), raw)
 
 
 def put_iq3_xxs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     raw[..., 2:66] = numbers
     scales = read_words(raw, 66, 8, "<u4") & 0xF0000000
-    put_words(raw, 66, scales | pack_bits(signs & SEVEN_SIGNS, 4, 7), "<u4")
+    write_words(raw, 66, scales | pack_bits(signs & SEVEN_SIGNS, 4, 7), "<u4")
 
 
 def iq3_s_scales(raw: Bytes) -> np.ndarray:
-    return times_unit(nibbles(raw, 106, 4) * 2 + 1, raw)
+    return scaled_by_unit(nibbles(raw, 106, 4) * 2 + 1, raw)
 
 
 def put_iq3_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
@@ -130,23 +131,24 @@ def put_iq3_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
 # ---- one bit: three levels and a shift -------------------------------------------------------------------------
 
 
-def shift_of(bits: np.ndarray) -> np.ndarray:
+def shifts_of_bits(bits: np.ndarray) -> np.ndarray:
+    """Return the shifts of groups of values, -0.875 or -1.125, by a bit of each."""
     shifts: np.ndarray = f32(-0.875) - f32(0.25) * bits.astype(f32)
     return shifts
 
 
 def iq1_s_scales(raw: Bytes) -> np.ndarray:
-    return times_unit((read_words(raw, 34, 8, "<u2") >> 12 & 7).astype(f32) * 2 + 1, raw)
+    return scaled_by_unit((read_words(raw, 34, 8, "<u2") >> 12 & 7).astype(f32) * 2 + 1, raw)
 
 
 def iq1_s_shifts(raw: Bytes) -> np.ndarray:
-    return shift_of(read_words(raw, 34, 8, "<u2") >> 15).repeat(4, -1)
+    return shifts_of_bits(read_words(raw, 34, 8, "<u2") >> 15).repeat(4, -1)
 
 
 def put_iq1_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     raw[..., 2:34] = numbers & 255
     scale_bits = read_words(raw, 34, 8, "<u2") & 0xF000
-    put_words(raw, 34, scale_bits | pack_bits(numbers >> 8, 4, 3), "<u2")
+    write_words(raw, 34, scale_bits | pack_bits(numbers >> 8, 4, 3), "<u2")
 
 
 def iq1_m_scales(raw: Bytes) -> np.ndarray:
@@ -159,7 +161,7 @@ def iq1_m_scales(raw: Bytes) -> np.ndarray:
 
 def iq1_m_shifts(raw: Bytes) -> np.ndarray:
     part = raw[..., 32:48]
-    return shift_of(np.stack([part >> 3 & 1, part >> 7], -1).reshape(*part.shape[:-1], -1))
+    return shifts_of_bits(np.stack([part >> 3 & 1, part >> 7], -1).reshape(*part.shape[:-1], -1))
 
 
 def put_iq1_m(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:

@@ -32,6 +32,7 @@ def unpack_q4_0(y, block):
 
 @SMALL_BLOCKS.pack
 def pack(dtype):
+    """Return the function that packs 32 f32 at an address into a block of this type."""
     codes_at, fifth_at, max_code = dtype.layout.quads, dtype.layout.high, dtype.layout.num_codes - 1
     zero_code = -(dtype.layout.low or 0)
 

@@ -53,6 +53,7 @@ def neighbour_table(dtype: Dtype) -> np.ndarray:
 
 
 def _level_keys(levels: np.ndarray, bits: int) -> np.ndarray:
+    """Return a number for each row of levels, its levels in `bits` bits each."""
     keys: np.ndarray = (levels << bits * np.arange(levels.shape[1])).sum(1)
     return keys
 

@@ -75,6 +75,7 @@ def put_32(y: int, x: int, d: f32, low: f32, max_code: f32) -> int:
 
 @SMALL_BLOCKS.recode
 def recode(dtype):
+    """Return the function that writes codes of 32 f32 at an address into a block, whose scales stay."""
     codes_at, fifth_at, max_code = dtype.layout.quads, dtype.layout.high, dtype.layout.num_codes - 1
     zero_code = -(dtype.layout.low or 0)
 

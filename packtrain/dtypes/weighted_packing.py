@@ -52,6 +52,7 @@ def put_32_codes(y: int, codes: int) -> int:
 
 @SMALL_BLOCKS.weigh
 def weigh(dtype):
+    """Return the function that packs 32 f32 at an address into a block, with weights of their errors."""
     codes_at, fifth_at, max_code = dtype.layout.quads, dtype.layout.high, dtype.layout.num_codes - 1
     zero_code = -(dtype.layout.low or 0)
 

@@ -54,7 +54,7 @@ def differentiate_twice(
     """Pass each tensor of `wrt` and its gradient to two sinks; gradients for `repeated_wrt` are computed twice.
     `first_sink` gets every gradient in a first backward pass, to measure their norm. Afterwards `sink` gets all
     gradients once more, but for `repeated_wrt` from a second pass that starts at the gradients of `frontier`, so that
-    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`. keep, inner: see
+    they need no memory in between. All calls that read `repeated_wrt` come before `frontier`. Others: see
     differentiate."""
     calls, active, seed = _validate(loss, wrt)
     last_serial = max(t.call.serial for t in frontier if t.call is not None)
@@ -73,8 +73,7 @@ def differentiate_twice(
 def pull_back(
     calls: Sequence[Call], gradients: Gradients, wrt: Sequence[Tensor], sink: GradientSink
 ) -> None:
-    """Write the backward pass of `calls` from `gradients`, of some of their results; pass (tensor, its gradient) to
-    `sink` for each tensor of `wrt`."""
+    """Write the backward pass of `calls` from `gradients` of results; pass (tensor, gradient) of `wrt` to `sink`."""
     recompute = _Recomputation(calls, None)
     _Backward(calls, _dependents(calls, wrt), wrt, recompute, sink, None, {**gradients}).walk(calls)
 
@@ -195,7 +194,7 @@ class _Backward:
         self.wrt = list(dict.fromkeys(wrt))
         self.gradients: Gradients = {}
         self.first_use = self._first_uses()
-        self._complete(None)
+        self._pass_to_sink(None)
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
         """Return {call: tensors of `wrt` that this call is the first to read}: after its backward pass, their gradients
@@ -214,11 +213,12 @@ class _Backward:
         """Write the backward pass of these calls, the last first; return the gradients for `wrt` that are complete."""
         for call in reversed(calls):
             if not self.partial.keys().isdisjoint(call.results):
-                self._backward(call)
-            self._complete(call)
+                self._differentiate_call(call)
+            self._pass_to_sink(call)
         return {t: self.gradients[t] for t in self.wrt if t in self.gradients}
 
-    def _backward(self, call: Call) -> None:
+    def _differentiate_call(self, call: Call) -> None:
+        """Write the gradients of a call's inputs by its op's rule, added to those of other calls."""
         dy = [self.partial.pop(t, None) for t in call.results]
         for result, gradient in zip(call.results, dy, strict=True):
             if result.name and gradient is not None and gradient.name is None:
@@ -243,14 +243,14 @@ class _Backward:
             except RequirementError as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.location}") from None
             newest_serial = max([d.call.serial for d in dy if d is not None and d.call], default=-1)
-            folded_inputs = self._fold(call, gradients, newest_serial)
+            folded_inputs = self._fold_into_acc(call, gradients, newest_serial)
             for i, t in enumerate(call.inputs):
                 if t is not None and t in self.active:
                     earlier = None if i in folded_inputs else self.partial.get(t)
                     d = gradients[i]
                     self.partial[t] = d if earlier is None else add(earlier, d)
 
-    def _fold(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
+    def _fold_into_acc(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
         """Let ops with an input `acc` add their gradients to earlier gradients of an input of `call`, which spares an
         addition; return the indices of these inputs. The op's call is replaced if it was written after call number
         `newest`; `gradients`, one or None for each input of `call`, then gets all results of the replacement."""
@@ -274,7 +274,8 @@ class _Backward:
             folded_inputs.add(i)
         return folded_inputs
 
-    def _complete(self, call: Call | None) -> None:
+    def _pass_to_sink(self, call: Call | None) -> None:
+        """Name the gradients of `wrt` that are complete after `call`'s backward pass; pass them to the sink."""
         for t in self.first_use.get(call, ()):
             if t not in self.partial:
                 fact = "every path from it to the loss has gradient zero"

@@ -202,8 +202,7 @@ class Session:
         return leaf.backend.read(leaf.array)
 
     def view(self, name: str) -> np.ndarray:
-        """Return a read-only view of a leaf's value, for saving without a copy; a copy if the host cannot access it.
-        Raises RunError after an update that failed halfway."""
+        """Return a read-only view of a leaf's value, or a copy if the host cannot access it. Raises as `get`."""
         leaf = self._readable_leaf(name)
         window = leaf.backend.window(leaf.array)
         array_view = leaf.backend.read(leaf.array) if window is None else window.view()
@@ -211,16 +210,18 @@ class Session:
         return array_view
 
     def _readable_leaf(self, name: str) -> _SessionLeaf:
+        """Return the record of a leaf. Raises RunError after an update that failed halfway."""
         if self.dirty:
             raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
-        return self._leaves.get(name) or self._find_leaf(name)
+        return self._leaves.get(name) or self._existing_leaf(name)
 
     def _writable_leaf(self, name: str) -> _SessionLeaf:
+        """Return the record of a leaf. Raises RunError for a shared array."""
         if name in self.shared:
             raise RunError(f"{name} is a shared array; it cannot be changed here")
-        return self._leaves.get(name) or self._find_leaf(name)
+        return self._leaves.get(name) or self._existing_leaf(name)
 
-    def _find_leaf(self, name: str) -> _SessionLeaf:
+    def _existing_leaf(self, name: str) -> _SessionLeaf:
         if name not in self._leaves:
             names = ", ".join(sorted(self._leaves)) or "none"
             raise RunError(f"no leaf is called {name}; there are {names}")
@@ -252,11 +253,11 @@ class Executor:
         self.syncs = [*{b.space: b.sync for b in backends}.values()]
         updates = (i for i, s in enumerate(placed.steps) if s.op.writes and not s.op.repeatable)
         self.first_update = next(updates, len(placed.steps))
-        self._bind()
+        self._bind_steps()
 
     # ---- binding
 
-    def _bind(self) -> None:
+    def _bind_steps(self) -> None:
         self.generation, self.runs = self.session.generation, 0
         self.arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
         self.table: CallTable = None
@@ -300,28 +301,28 @@ class Executor:
 
     # ---- running
 
-    def watch(self, pattern: str, see: See) -> None:
+    def watch(self, pattern: str, on_value: See) -> None:
         """Call `see(name, value)`, in later runs, for each computed tensor whose name matches the shell pattern."""
-        self.watchers.append((pattern, see))
+        self.watchers.append((pattern, on_value))
 
     def __call__(
         self, inputs: Mapping[str, Any] | None = None, *, stop: StopCheck = None, only: Names = None
     ) -> dict[str, np.ndarray]:
         """Run once; return copies of all outputs, or of those in `only`. A true `stop()` before a step raises Stopped.
         Raises RunError if inputs or weights are missing or another run is in progress. A step that fails after updates
-        have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache do not count as updates,
-        because they can be written again."""
+        have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache do not count: they can be
+        written again."""
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs or {})
             if self.window:
                 self.window.begin_run()
             if (checks := flags() & CHECKS) or self.watchers:
-                observer = self._observer(checks)
-                self._run_guarded(observer.calls(), stop)
+                observer = self._make_observer(checks)
+                self._run_or_mark_dirty(observer.calls(), stop)
                 observer.print_op_times()
             else:
                 call_table = self.table if self.table and self.table.calls is self.calls else None
-                self._run_guarded(self.calls, stop, call_table, None if self.window else only)
+                self._run_or_mark_dirty(self.calls, stop, call_table, None if self.window else only)
                 self.runs += 1
                 if self.window:  # all calls were made, so that it is known what is in memory
                     self.window.end_run()
@@ -333,13 +334,13 @@ class Executor:
 
     def repeat(self) -> None:
         """Run once more, for a caller that wrote the input arrays itself and reads the output arrays (row_tiles)."""
-        self._run(self.calls, None, range(len(self.calls)))
+        self._run_calls(self.calls, None, range(len(self.calls)))
 
-    def _observer(self, on: frozenset[str]) -> Observer:
+    def _make_observer(self, on: frozenset[str]) -> Observer:
         steps = [*self._bound_steps()]
         return Observer(self.placed, self.plan, steps, self.arenas, self.watchers, on)
 
-    def _run(self, calls: list[Run], stop: StopCheck, indices: Iterable[int]) -> None:
+    def _run_calls(self, calls: list[Run], stop: StopCheck, indices: Iterable[int]) -> None:
         for index in indices:
             if stop is not None and stop():
                 raise Stopped(f"stopped before {self.placed.steps[index].op.name}")
@@ -348,15 +349,16 @@ class Executor:
         for sync in self.syncs:
             sync()
 
-    def _run_guarded(
+    def _run_or_mark_dirty(
         self, calls: list[Run], stop: StopCheck, table: CallTable = None, only: Names = None
     ) -> None:
+        """Run calls; if one fails after updates have begun, mark the session as dirty. IndexErrors name the call."""
         try:
             num_calls = table.num_needed_calls(only) if table else len(calls)
             indices: Iterable[int] = range(num_calls)
             if table is not None and not stop:
                 indices = table.run_compiled_calls(num_calls)
-            self._run(calls, stop, indices)
+            self._run_calls(calls, stop, indices)
         except BaseException as error:
             if self.at >= self.first_update:
                 op_name = self.placed.steps[self.at].op.name
@@ -370,7 +372,7 @@ class Executor:
     def _write_inputs(self, inputs: Mapping[str, Any]) -> None:
         self.at = -1
         if self.generation != self.session.generation:
-            self._bind()
+            self._bind_steps()
         if self.session.dirty:
             raise RunError(f"the session is dirty: {self.session.dirty}")
         if inputs.keys() != self.inputs.keys():
@@ -387,7 +389,7 @@ class Executor:
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs)
             try:
-                for call in self._observer(frozenset(["nan"])).calls(updates=False):
+                for call in self._make_observer(frozenset(["nan"])).calls(updates=False):
                     call()
             except FloatingPointError as error:
                 return str(error)

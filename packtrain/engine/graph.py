@@ -19,7 +19,7 @@ class Graph:
     def __init__(
         self, outputs: Mapping[str, Tensor] | Iterable[Tensor], updates: Iterable[Tensor] = ()
     ) -> None:
-        self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _named_outputs(outputs)
+        self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _outputs_by_name(outputs)
         self.updates, self.offloaded = tuple(updates), frozenset[Tensor]()
         not_written = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
         if not_written:
@@ -53,17 +53,18 @@ class Graph:
         for call in calls:
             for t in call.reads:
                 if (t.shared or t) in current_handles:
-                    self._check_fresh(t, current_handles, call.op.name, call.location)
+                    self._check_newest_handle(t, current_handles, call.op.name, call.location)
             for index in range(len(call.op.writes)):
                 handle = call.results[index]
                 current_handles[handle.shared or handle] = handle
         for name, t in self.outputs.items():
             if t.base in current_handles:
-                self._check_fresh(t, current_handles, f"output {name}", "")
+                self._check_newest_handle(t, current_handles, f"output {name}", "")
 
-    def _check_fresh(
+    def _check_newest_handle(
         self, t: Tensor, current_handles: dict[Tensor, Tensor], who: str, location: str
     ) -> None:
+        """Raise GraphError unless t is read after the last write to its leaf."""
         newest = current_handles[t.base]
         if t.handle is newest:
             return
@@ -83,9 +84,9 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of calls, specs, attributes and names, independent of source lines: equal for equal graphs."""
-        return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(self._text_lines(origins=False)).encode()).hexdigest()[:16]
 
-    def _lines(self, *, origins: bool) -> list[str]:
+    def _text_lines(self, *, origins: bool) -> list[str]:
         lines = [f"{leaf.kind} {leaf.line(self.names)}" for leaf in self.leaves]
         for call in self.calls:
             comment = f"  # {call.location}" if origins else ""
@@ -94,7 +95,7 @@ class Graph:
         return lines + [f"output {name} = {self.names[t]}" for name, t in self.outputs.items()]
 
     def __str__(self) -> str:
-        return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
+        return "\n".join([f"graph of {len(self.calls)} calls", *self._text_lines(origins=True)])
 
 
 def unique_name(name: str, use_counts: dict[str, int]) -> str:
@@ -107,7 +108,7 @@ def unique_name(name: str, use_counts: dict[str, int]) -> str:
     return candidate
 
 
-def _named_outputs(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+def _outputs_by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     listed = list(tensors)
     named = {t.label: t for t in listed}
     if len(named) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):

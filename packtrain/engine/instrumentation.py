@@ -76,12 +76,13 @@ class Observer:
                 print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
 
     def _run_step(self, i: int, bound: BoundStep) -> None:
+        """Run step i with the checks whose debug flags are on."""
         backend, saved_inputs = bound.step.backend, []
         if self.on & {"compare", "nan"}:
             home, pairs = self.placed.home, zip(bound.step.inputs, bound.inputs, strict=True)
             saved_inputs = [None if t is None else home[t.base].read(x) for t, x in pairs]
         if "poison" in self.on:
-            self._poison_fresh(bound)
+            self._poison_unwritten(bound)
         start_time = time.perf_counter()
         bound.run()
         backend.sync()
@@ -89,7 +90,7 @@ class Observer:
         if "nan" in self.on:
             self._check_finite(bound, saved_inputs)
         if "compare" in self.on:
-            self._compare(bound, saved_inputs)
+            self._compare_with_specification(bound, saved_inputs)
         for pattern, callback in self.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
                 has_value = array is not None and bound.step.op is not BEGIN_COPY
@@ -100,7 +101,7 @@ class Observer:
 
     # ---- poison
 
-    def _poison_fresh(self, bound: BoundStep) -> None:
+    def _poison_unwritten(self, bound: BoundStep) -> None:
         """Fill what a step will write with NaN, so that a kernel that leaves out values is noticed."""
         step, backend = bound.step, bound.step.backend
         for i, array in enumerate(bound.results):
@@ -139,15 +140,15 @@ class Observer:
                 f"  at {step.call.location} ({step.call.phase})",
             ]
             pairs = zip(step.inputs, saved_inputs, strict=True)
-            lines += [f"    {self._range_text(x, a)}" for x, a in pairs if x is not None]
+            lines += [f"    {self._value_range_text(x, a)}" for x, a in pairs if x is not None]
             raise FloatingPointError("\n".join(lines))
 
-    def _range_text(self, t: Tensor, array: np.ndarray) -> str:
+    def _value_range_text(self, t: Tensor, array: np.ndarray) -> str:
         text = f"{self.names.get(t) or self.names[t.base]}: {t.spec}"
         has_range = array.size and not array.dtype.names
         return f"{text} from {array.min():.6g} to {array.max():.6g}" if has_range else text
 
-    def _compare(self, bound: BoundStep, saved_inputs: list[Any]) -> None:
+    def _compare_with_specification(self, bound: BoundStep, saved_inputs: list[Any]) -> None:
         """Raise AssertionError if a result differs from the f64 specification by more than f32 rounding explains."""
         step = bound.step
         if step.op is not step.call.op:

@@ -36,23 +36,23 @@ class _Interpreter:
         with np.errstate(all="ignore"):
             for call in graph.calls:
                 if not call.op.view:
-                    self._call(call)
+                    self._run_call(call)
         updated = {t.base.label: self.storage[t.base].copy() for t in graph.updates}
-        return updated | {name: self._array(t).copy() for name, t in graph.outputs.items()}
+        return updated | {name: self._storage_view(t).copy() for name, t in graph.outputs.items()}
 
-    def _call(self, call: Call) -> None:
-        inputs = [None if t is None else self._array(t) for t in call.inputs]
+    def _run_call(self, call: Call) -> None:
+        inputs = [None if t is None else self._storage_view(t) for t in call.inputs]
         for t in call.results:
             if t.base is t:
                 self.storage[t] = np.full(t.shape, np.nan if t.dtype is f32 else 0, self._dtype(t))
-        results = tuple(self._array(t) for t in call.results)
+        results = tuple(self._storage_view(t) for t in call.results)
         kernel_out = results if call.returns_tuple else results[0]
         call.op.kernels["numpy"].run(kernel_out, *inputs, **call.attrs)
 
     def _dtype(self, t: Tensor) -> np.dtype:
         return self.real_dtype if t.dtype is f32 else t.dtype.numpy
 
-    def _array(self, t: Tensor) -> np.ndarray:
+    def _storage_view(self, t: Tensor) -> np.ndarray:
         storage = self.storage[t.base]
         size_ratio = storage.itemsize // t.dtype.block_nbytes
         strides = tuple(s * size_ratio for s in t.strides)

@@ -107,6 +107,7 @@ class _Simulation:
         return uses[place] if place < len(uses) else uses[0] + len(self.reads)
 
     def run(self) -> dict[int, Turnover]:
+        """Simulate a run; return, by step, the weights to load before and to drop after it."""
         turnovers = dict[int, Turnover]()
         for place, step in enumerate(self.steps):
             turnover = turnovers[step] = Turnover()
@@ -114,11 +115,11 @@ class _Simulation:
                 self.resident_nbytes -= self.resident.pop(name)
             turnover.partly_read, self.partly_read = self.partly_read, []
             # last those of which only a part is read: they may have to leave for the rest
-            for name in sorted(self.reads[step], key=lambda name: self.is_part(name, step)):
+            for name in sorted(self.reads[step], key=lambda name: self.reads_rows_only(name, step)):
                 nbytes = self.reads[step][name]
                 if name not in self.resident:
                     self.make_room(nbytes, step, step, turnover)
-                    self.load(name, nbytes, turnover)
+                    self.add_to_memory(name, nbytes, turnover)
             self.look_ahead(place, turnover)
             part_nbytes = sum(self.resident[name] for name in self.partly_read)
             self.max_part_nbytes = max(self.max_part_nbytes, part_nbytes)
@@ -132,10 +133,10 @@ class _Simulation:
             next_step = self.steps[later % num_steps]
             use = next_step + later // num_steps * len(self.reads)
             for name, nbytes in self.reads[next_step].items():
-                if name not in self.resident and not self.is_part(name, next_step):
+                if name not in self.resident and not self.reads_rows_only(name, next_step):
                     if not self.make_room(nbytes, step, use, turnover):
                         return
-                    self.load(name, nbytes, turnover)
+                    self.add_to_memory(name, nbytes, turnover)
 
     def make_room(self, nbytes: int, step: int, use: int, turnover: Turnover) -> bool:
         """Drop weights whose next read is latest, noted in `turnover`, until `nbytes` for step `use` fit while `step`
@@ -143,23 +144,23 @@ class _Simulation:
         while self.resident_nbytes + nbytes > self.limit:
             waiting = self.resident.keys() - self.reads[step].keys()
             if not waiting and use == step:
-                waiting = {name for name in self.resident if self.is_part(name, step)}
+                waiting = {name for name in self.resident if self.reads_rows_only(name, step)}
             victim = max(waiting, key=lambda name: (self.next_use(name, step), name), default=None)
             if victim is None or self.next_use(victim, step) <= use:
                 return False
-            self.drop(victim, turnover)
+            self.remove_from_memory(victim, turnover)
         return True
 
-    def is_part(self, name: str, step: int) -> bool:
+    def reads_rows_only(self, name: str, step: int) -> bool:
         """Whether a step reads only some rows of a weight."""
         return self.reads[step].get(name, self.sizes[name]) < self.sizes[name]
 
-    def load(self, name: str, nbytes: int, turnover: Turnover) -> None:
+    def add_to_memory(self, name: str, nbytes: int, turnover: Turnover) -> None:
         self.resident[name] = nbytes
         self.resident_nbytes += nbytes
         (turnover.loaded if nbytes == self.sizes[name] else self.partly_read).append(name)
 
-    def drop(self, name: str, turnover: Turnover) -> None:
+    def remove_from_memory(self, name: str, turnover: Turnover) -> None:
         self.resident_nbytes -= self.resident.pop(name)
         turnover.dropped.append(name)
 
@@ -172,8 +173,7 @@ LOOKUPS = {"get_rows": (0, 1), "matmul_id": (1, 2), "matmul_id_back": (1, 2)}
 
 
 class PageWindow:
-    """Keeps the mapped weights of a placed graph within a budget of memory: which pages come and go before each
-    step."""
+    """Keeps the mapped weights of a placed graph within a budget of memory: what comes and goes before each step."""
 
     def __init__(self, placed: Placed, ranges: Mapping[str, FileRange], budget: PageBudget) -> None:
         self.ranges, self.budget = ranges, budget

@@ -148,12 +148,13 @@ class _PlacementBuilder:
             step_start = len(self.steps)
             for call in group:
                 if not call.op.view:
-                    self._add_call(call)
+                    self._place_call(call)
             end = len(self.steps)
             if end > step_start:
                 self.barriers += range(step_start + 1, end + 1) if len(group) == 1 else [end]
 
-    def _add_call(self, call: Call) -> None:
+    def _place_call(self, call: Call) -> None:
+        """Add the step of a call, after the copies that it needs."""
         backend, kernel = self.backends[0], None
         if not (self.has_many_backends or self.fallback_ops):
             kernel = backend.kernel(call.op, call.inputs)
@@ -200,6 +201,7 @@ class _PlacementBuilder:
         return self.home[(written_leaves or leaves)[0]] if leaves else None
 
     def _choose_backend(self, call: Call) -> tuple[Backend, Kernel]:
+        """Return the backend that runs a call, of those with a kernel the one nearest to its inputs, and the kernel."""
         nearby = self._nearby_backends(call) if self.has_many_backends or self.fallback_ops else ()
         for backend in (*nearby, *self.backends):
             kernel = backend.kernel(call.op, call.inputs)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.debug import flags
-from packtrain.engine.backends.host import HOST, Run, later
+from packtrain.engine.backends.host import HOST, Run, done_by_later_call
 from packtrain.engine.memory_plan import ArenaKey
 from packtrain.engine.placement import Placed
 from packtrain.kernels.matmul.fused_products import join_calls
@@ -34,8 +34,7 @@ def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
 
 
 def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int, Any]]) -> None:
-    """Let backends allocate what the kernels of these graphs need, before any runs, and lock (pin) host arenas from and
-    to which they copy beside kernels."""
+    """Let backends allocate in advance what kernels of these graphs need, and pin host arenas that they copy."""
     steps = [step for placed in placed_graphs for step in placed.steps]
     for backend in {step.backend for step in steps}:
         backend.reserve(c for s in steps if s.backend is backend and (c := s.op_call) is not None)
@@ -50,19 +49,19 @@ class CompiledCallTable:
     def __init__(self, placed: Placed, calls: Sequence[Run]) -> None:
         self.entry_rows, self._live_arguments = np.zeros((len(calls), 2), np.int64), list[Any]()
         self.calls, self._placed, self._counts = calls, placed, dict[tuple[str, ...], int]()
-        self._has_recorded_calls = later in calls  # a recorded stretch must not be cut
+        self._has_recorded_calls = done_by_later_call in calls  # a recorded stretch must not be cut
         # the executor makes updates itself, as it must know which have begun
         raw_calls = [
             getattr(call, "unchecked", call) if step.op.repeatable or not step.op.writes else None
             for step, call in zip(placed.steps, calls, strict=True)
         ]
         for index, call in enumerate(raw_calls):
-            self._add_entry(index, call)
+            self._add_compiled_call(index, call)
         for index, stop, merged_call in join_calls(raw_calls):
-            self._add_entry(index, merged_call)
+            self._add_compiled_call(index, merged_call)
             self.entry_rows[index + 1 : stop, 0] = loader.load("jit").DONE_BY_EARLIER_CALL
 
-    def _add_entry(self, index: int, call: Any) -> None:
+    def _add_compiled_call(self, index: int, call: Any) -> None:
         kernel_entry, kernel = machine_code.entered.get(getattr(call, "func", None), (0, None))
         if kernel is not None:
             argument_words = array("q", machine_code.arg_words(kernel, call.args))

@@ -113,6 +113,7 @@ class _TileProgram:
 
 @lru_cache(NUM_PROGRAMS)
 def _program(body: TileBody, dy_indices: Indices, dx_indices: Indices) -> _TileProgram:
+    """Return the graph, placement and plan of a tile of the body, or of its gradients dx_indices from dy_indices."""
     graph = Graph({f"out.{i}": t for i, t in enumerate(body.results)})
     placed = place(_backward_graph(body, graph, dy_indices, dx_indices) if dy_indices else graph)
     return _TileProgram(body, placed, make_plan(placed))
@@ -127,10 +128,10 @@ def _backward_graph(
     names = {body.inputs[i]: f"out.{k}" for k, i in enumerate(dx_indices)}
     gradients = dict[Tensor, Tensor]()
     pull_back(forward.calls, arriving, [*names], gradients.__setitem__)
-    return _with_sums(body, names, gradients)
+    return _graph_with_sums(body, names, gradients)
 
 
-def _with_sums(
+def _graph_with_sums(
     body: TileBody, names: Mapping[Tensor, str], gradients: Mapping[Tensor, Tensor]
 ) -> Graph:
     """Return the graph of gradients by leaf, with these names: of rows as outputs, of wholes added to states. Attention
@@ -243,22 +244,23 @@ def _run_tiles(start, program, dy_indices, out, tensors):
         copy_acc(results[0], acc)
     run = start(program, wholes | {f"out.{k}": y for k, y in enumerate(results)})
     for at in range(body.count):
-        tiles = {name: _tile(x, at, body.count) for name, x in rows.items()}
+        tiles = {name: _tile_rows(x, at, body.count) for name, x in rows.items()}
         tiles |= {"fresh": np.float32(at == 0), "fresh.0": np.float32(at == 0 and acc is None)}
         for name, value in run(tiles).items():
-            target = _tile(results[int(name.removeprefix("out."))], at, body.count)
+            target = _tile_rows(results[int(name.removeprefix("out."))], at, body.count)
             if acc is not None and name == "out.0":
-                np.add(value, _tile(acc, at, body.count), out=target)
+                np.add(value, _tile_rows(acc, at, body.count), out=target)
             else:
                 target[...] = value
 
 
-def _tile(x, at, count):
+def _tile_rows(x, tile_index, count):
     length = x.shape[AXIS] // count
-    return x[:, at * length : (at + 1) * length]
+    return x[:, tile_index * length : (tile_index + 1) * length]
 
 
 def _interpreted(program, arrays):
+    """Return a function that runs the program on a tile's arrays by the specification (numpy kernels)."""
     graph, real = program.placed.graph, arrays["out.0"].dtype
 
     def run(tiles):

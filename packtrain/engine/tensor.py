@@ -138,6 +138,7 @@ class Tensor:
 
     @property
     def base(self) -> "Tensor":
+        """The tensor that owns the bytes: this one, or the one that it views."""
         return self.shared or self
 
     @property
@@ -162,7 +163,7 @@ class Tensor:
         return self.name or (f"a result of {self.call.op.name}" if self.call else "a leaf")
 
     def line(self, names: Mapping["Tensor", str]) -> str:
-        """The tensor as text: `name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
+        """Return the tensor as text: `name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
         call, spec, arguments = self.call, self.spec, list[str]()
         typed_name = f"{names.get(self) or self.label}: {spec.dtype.name}{[*spec.shape]}"
         if call is None:
@@ -337,12 +338,12 @@ class Op(Generic[P, R]):
         reads = tuple([t for t in inputs if t is not None]) if None in inputs else inputs
         call = Call(self, inputs, reads, attrs, next(_call_serials), author.origin, author.phase)
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
-        results = tuple(map(self._result, itertools.repeat(call), itertools.count(), specs))
+        results = tuple(map(self._make_result, itertools.repeat(call), itertools.count(), specs))
         object.__setattr__(call, "results", results)
         object.__setattr__(call, "returns_tuple", len(results) > 1 or bool(self.writes))
         return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
 
-    def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
+    def _make_result(self, call: Call, index: int, spec: Spec) -> Tensor:
         if isinstance(spec, View):
             x, dense = call.reads[0], Spec(spec.shape, spec.dtype)
             return Tensor(dense, spec.layout, x.offset + spec.offset, call, shared=x.shared or x)

@@ -44,8 +44,8 @@ def overlap_transfers(
         under_way = cont(source)
         home[under_way] = transfer.step.backend
         names[under_way] = unique_name(f"{names[copied_tensor]} begun", used_names)
-        begins.setdefault(transfer.begin_step, []).append(_begin_step(transfer, under_way))
-        arrivals.setdefault(transfer.end_step, []).append(_finish_step(transfer, under_way))
+        begins.setdefault(transfer.begin_step, []).append(_make_begin_step(transfer, under_way))
+        arrivals.setdefault(transfer.end_step, []).append(_make_finish_step(transfer, under_way))
     reordered = list[KernelStep]()
     for index in range(len(steps) + 1):
         reordered += [*arrivals.get(index, ()), *begins.get(index, ())]
@@ -89,7 +89,7 @@ def _touched(tensor_groups: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[
     return indices
 
 
-def _begin_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:
+def _make_begin_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:
     carrier, step = transfer.carrier, transfer.step
     assert step.source is not None
     peer = step.source if carrier is step.backend else step.backend
@@ -100,7 +100,7 @@ def _begin_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:
     return replace(step, op=BEGIN_COPY, kernel=Kernel(begin, strided=False), results=(under_way,))
 
 
-def _finish_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:
+def _make_finish_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:
     carrier, step = transfer.carrier, transfer.step
 
     def arrive(y: Any, in_flight: Any, x: Any) -> None:

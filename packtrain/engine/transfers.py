@@ -54,7 +54,7 @@ class TransferCopies:
         if accepts_strided or t.dense:
             return t
         dense_kernel = require_kernel(backend, call, cont, (t,))
-        return self._add_copy(call, t, backend, dense_kernel, f"{self.names[t]} dense")
+        return self._add_copy_step(call, t, backend, dense_kernel, f"{self.names[t]} dense")
 
     def _copied_part(self, t: Tensor, space: str) -> Tensor:
         """Return the tensor to copy so that t can be read elsewhere: t if it is a dense part, else all that t views."""
@@ -94,9 +94,9 @@ class TransferCopies:
         """Insert a step that copies t to the memory of `backend` before (or after) `call`; return the copy."""
         source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
         kernel = Kernel(lambda y, x: move_array(backend, y, source, x), strided=False)
-        return self._add_copy(call, t, backend, kernel, name, source)
+        return self._add_copy_step(call, t, backend, kernel, name, source)
 
-    def _add_copy(
+    def _add_copy_step(
         self, call: Call, t: Tensor, backend: Backend, kernel: Kernel, name: str, source: Backend | None = None,
     ) -> Tensor:  # fmt: skip
         if (t, backend.space) not in self.copies:

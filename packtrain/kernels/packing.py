@@ -38,8 +38,8 @@ def sort_keys(keys, key_start, key_stop):
 
 
 @part("i64(i64, i64)", forceinline=True)
-def index_of(key, bits):
-    return key & ((1 << bits) - 1)
+def buffer_of_key(key, index_bits):
+    return key & ((1 << index_bits) - 1)
 
 
 @part("out_longs2, out_longs2, i64, i64", forceinline=False)
@@ -58,7 +58,7 @@ def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
     Those that overlap it rise to its top; returns how many. Their keys before and after, sorted, go to stack[free], ….
     """
     key, frame_end = stack[top + c], top + count
-    i, shift = index_of(key, bits), 2 * bits
+    i, shift = buffer_of_key(key, bits), 2 * bits
     floor = ((key >> shift) + buffers[SIZE, i]) << shift
     count_buffer(buffers, sections, i, -1)
     for d in range(top + c, top, -1):
@@ -66,7 +66,7 @@ def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
     stack[top] = key
     lifted_at, write_at, read_at = free, top + 1, top + 1
     while read_at < frame_end and stack[read_at] < floor:
-        j = index_of(stack[read_at], bits)
+        j = buffer_of_key(stack[read_at], bits)
         if buffers[FIRST, j] < buffers[LAST, i] and buffers[FIRST, i] < buffers[LAST, j]:
             stack[lifted_at] = stack[read_at]
             lifted_at += 1
@@ -90,7 +90,7 @@ def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
 
 @kernel("out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64")
 def undo_placement(buffers, sections, stack, top, c, free, n, bits):
-    """Undo `place_buffer` of these arguments, which lifted n keys."""
+    """Undo `place_buffer` of these arguments, which lifted n keys: their old values are from stack[free] on."""
     first_lifted, last_lifted = top + 1, top + 1
     if n > 0:
         while stack[first_lifted] < stack[free + n]:
@@ -116,12 +116,12 @@ def undo_placement(buffers, sections, stack, top, c, free, n, bits):
     for d in range(top, top + c):
         stack[d] = stack[d + 1]
     stack[top + c] = key
-    count_buffer(buffers, sections, index_of(key, bits), 1)
+    count_buffer(buffers, sections, buffer_of_key(key, bits), 1)
 
 
 @part("i64(out_longs2, out_longs2, i64)", forceinline=False)
 def max_beside(buffers, sections, i):
-    """Return the most unplaced bytes beside buffer i, without its own, in any section of its life."""
+    """Return the most unplaced bytes, in any section that buffer i lives in, of the other buffers."""
     max_total = 0
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         max_total = max(max_total, sections[TOTAL, s])
@@ -130,7 +130,7 @@ def max_beside(buffers, sections, i):
 
 @part("boolean(out_longs2, out_longs2, i64, i64, i64, i64, i64)", forceinline=False)
 def add_under(buffers, sections, i, offset, left, right, target):
-    """Return whether offset + TOTAL - FILLED <= target in i's sections of left … right - 1; counts i as FILLED."""
+    """Count buffer i as FILLED in its sections left … right - 1; return if offset + TOTAL - FILLED <= target in all."""
     for s in range(max(left, buffers[FIRST, i]), min(right, buffers[LAST, i])):
         if offset + sections[TOTAL, s] - sections[FILLED, s] > target:
             return False
@@ -148,11 +148,11 @@ def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at,
     frame_end, min_offset, cursor = top + count, min_key >> 2 * bits, top
     left, right = sections.shape[1], 0
     while cursor < frame_end and stack[cursor] < min_key:
-        i = index_of(stack[cursor], bits)
+        i = buffer_of_key(stack[cursor], bits)
         left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
         cursor += 1
     for d in range(lifted_at, lifted_at + n):
-        i = index_of(stack[d], bits)
+        i = buffer_of_key(stack[d], bits)
         left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
     if left >= right:
         return True
@@ -161,17 +161,17 @@ def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at,
     read_at, floor = cursor, stack[lifted_at] >> 2 * bits if n > 0 else min_offset
     while read_at < frame_end and stack[read_at] >> 2 * bits == min_offset:
         if not add_under(
-            buffers, sections, index_of(stack[read_at], bits), min_offset, left, right, target
+            buffers, sections, buffer_of_key(stack[read_at], bits), min_offset, left, right, target
         ):
             return False
         read_at += 1
     for d in range(top, cursor):
         if not add_under(
-            buffers, sections, index_of(stack[d], bits), min_offset + 1, left, right, target
+            buffers, sections, buffer_of_key(stack[d], bits), min_offset + 1, left, right, target
         ):
             return False
     while read_at < frame_end and stack[read_at] >> 2 * bits <= floor:
-        i, offset = index_of(stack[read_at], bits), stack[read_at] >> 2 * bits
+        i, offset = buffer_of_key(stack[read_at], bits), stack[read_at] >> 2 * bits
         if not add_under(buffers, sections, i, offset, left, right, target):
             return False
         read_at += 1
@@ -187,7 +187,7 @@ def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, b
     new_end, shift = to, 2 * bits
     max_total = (1 << (KEY - shift)) - 1
     for d in range(top, top + count):
-        i = index_of(stack[d], bits)
+        i = buffer_of_key(stack[d], bits)
         if left_edge <= buffers[FIRST, i] and buffers[LAST, i] <= right_edge:
             fullest = max_beside(buffers, sections, i) + buffers[SIZE, i]
             offsets[i] = stack[d] >> shift
@@ -195,7 +195,7 @@ def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, b
             new_end += 1
     sort_keys(stack, to, new_end)
     for rank in range(new_end - to):
-        i = index_of(stack[to + rank], bits)
+        i = buffer_of_key(stack[to + rank], bits)
         stack[to + rank] = offsets[i] << shift | rank << bits | i
     sort_keys(stack, to, new_end)
     return new_end - to
@@ -203,7 +203,7 @@ def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, b
 
 @part("i64(out_longs2, i64, i64)", forceinline=False)
 def edge(sections, left_edge, right_edge):
-    """Return the first section after left_edge that no unplaced buffer enters from its left; or `right_edge`."""
+    """Return the first section after left_edge that no unplaced buffer crosses into from its left; or `right_edge`."""
     for s in range(left_edge + 1, right_edge):
         if sections[CROSSING, s] == 0:
             return s
@@ -212,12 +212,12 @@ def edge(sections, left_edge, right_edge):
 
 @part("boolean(out_longs2, out_longs1, i64, i64, i64)", forceinline=False)
 def has_twin(buffers, stack, top, c, bits):
-    """Return whether a buffer equal to number c of the frame at `top`, and as low, comes before: it is placed first."""
-    i = index_of(stack[top + c], bits)
+    """Return whether an equal buffer, as low, comes before key c of the frame at `top`: that one is placed first."""
+    i = buffer_of_key(stack[top + c], bits)
     for d in range(top + c - 1, top - 1, -1):
         if stack[d] >> 2 * bits != stack[top + c] >> 2 * bits:
             return False
-        j = index_of(stack[d], bits)
+        j = buffer_of_key(stack[d], bits)
         equal = buffers[FIRST, i] == buffers[FIRST, j] and buffers[LAST, i] == buffers[LAST, j]
         if equal and buffers[SIZE, i] == buffers[SIZE, j]:
             return True
@@ -231,7 +231,7 @@ def lowest_top(buffers, stack, top, count, bits):
     for d in range(top, top + count):
         if stack[d] >> 2 * bits >= lowest:
             break
-        lowest = min(lowest, (stack[d] >> 2 * bits) + buffers[SIZE, index_of(stack[d], bits)])
+        lowest = min(lowest, (stack[d] >> 2 * bits) + buffers[SIZE, buffer_of_key(stack[d], bits)])
     return lowest
 
 
@@ -244,7 +244,7 @@ def search(buffers, sections, stack, top, count, free, left, right, min_key, off
     max_offset = lowest_top(buffers, stack, top, count, bits)
     for c in range(count):
         key = stack[top + c]
-        offset, i = key >> 2 * bits, index_of(key, bits)
+        offset, i = key >> 2 * bits, buffer_of_key(key, bits)
         if offset >= max_offset:
             break
         if key < min_key or has_twin(buffers, stack, top, c, bits):
@@ -323,7 +323,7 @@ def first_above(placed, n, floor):
 
 @kernel("i64(out_longs2, out_longs1, out_longs1, out_longs2, out_longs1)")
 def first_fit(lives, order, offsets, placed, limits):
-    """Write the offsets of `packing.pack.first_fit`; returns SOLVED, or STOPPED.
+    """Write the offsets of `packing.pack.first_fit`, each buffer in the lowest gap; returns SOLVED, or STOPPED.
 
     lives   (n, 3)  start, end, bytes; order (n,) numbers the buffers, the first to be placed first; limits as in pack
     placed  (n, 4)  scratch: start, end, bottom and top of the placed buffers, by bottom
@@ -373,7 +373,7 @@ def lift_keys(lives, blocks, start, end, floor, n):
 
 @kernel("i64(out_longs2, out_longs1, out_longs1, out_longs2, out_longs1)")
 def skyline(lives, order, offsets, blocks, limits):
-    """Write the offsets of `packing.pack.skyline`, fastest if lives are sorted by start; returns SOLVED, or STOPPED.
+    """Write the offsets of `packing.pack.skyline`, each time the lowest buffer; returns SOLVED, or STOPPED.
 
     blocks  (n, 4)  scratch: each buffer's key; for each BLOCK_SIZE buffers first start, last end and least key
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from packtrain.distributed import current_world
-from packtrain.engine.backends.host import later
+from packtrain.engine.backends.host import done_by_later_call
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.tensor import Tensor
 from packtrain.planner.rank_exchange import gradient_buckets
@@ -35,10 +35,10 @@ class GradientExchange:
         self.num_sent, micro = 0, self.micro_executor
 
         def send() -> bool:
-            if micro.calls[micro.at] is later:
+            if micro.calls[micro.at] is done_by_later_call:
                 return False
             while self.num_sent < len(self.buckets) and self.buckets[self.num_sent][0] <= micro.at:
-                current_world().start_all_reduce(self._arrays(self.buckets[self.num_sent][1]))
+                current_world().start_all_reduce(self._leaf_arrays(self.buckets[self.num_sent][1]))
                 self.num_sent += 1
             return False
 
@@ -47,17 +47,17 @@ class GradientExchange:
     def finish_step(self, loss: np.ndarray) -> None:
         """Send the remaining buckets and the loss (), and wait until each is the sum over all ranks."""
         for _, sums in self.buckets[self.num_sent :]:
-            current_world().start_all_reduce(self._arrays(sums))
+            current_world().start_all_reduce(self._leaf_arrays(sums))
         current_world().start_all_reduce([loss.reshape(1)])
         current_world().wait_for_transfers()
 
     def spread_weights(self) -> None:
         """If each rank updates only its part of the weights (ZeRO), all-gather the updated parts."""
         if self.is_sharded:
-            current_world().start_all_gather(self._arrays(self.trained_leaves))
+            current_world().start_all_gather(self._leaf_arrays(self.trained_leaves))
             current_world().wait_for_transfers()
 
-    def _arrays(self, leaves: Sequence[Tensor]) -> list[np.ndarray]:
+    def _leaf_arrays(self, leaves: Sequence[Tensor]) -> list[np.ndarray]:
         return [self.session.array(leaf) for leaf in leaves]
 
     def exchange_seconds(self) -> dict[str, float]:

@@ -44,6 +44,7 @@ class StringTable:
 
     @classmethod
     def of(cls, strings: Sequence[bytes]) -> "StringTable":
+        """Build the hash table of these strings: string -> index."""
         joined_text, string_starts = _join_strings(strings)
         slots = np.full(_table_capacity(len(strings)), NONE, np.int32)
         KERNELS.tokens.fill_strings(joined_text, string_starts, slots)
@@ -65,7 +66,7 @@ class NameFinder:
         """Return the indices of the names that occur in the text, in order; names of one byte always count."""
         is_found = np.zeros(len(self._name_starts) - 1, np.uint8)
         raw = np.frombuffer(text.encode(), np.uint8)
-        KERNELS.splitting.spot(
+        KERNELS.splitting.find_names(
             raw, self._text, self._name_starts, self._heads, self._items, is_found
         )
         is_found[self._short_indices] = 1
@@ -75,8 +76,7 @@ class NameFinder:
 def pair_table(
     merges: Iterable[bytes], index: Mapping[bytes, int]
 ) -> tuple[np.ndarray, dict[bytes, int]]:
-    """Return (merges as kernels.tokens reads them, a hash table by both parts' ids; ids of parts without a token).
-    `index`: the tokens' ids."""
+    """Return (merges as a hash table by both parts' ids, ids of parts without a token). `index`: the tokens' ids."""
     extra_ids: dict[bytes, int] = {}
 
     def part_id(part: bytes) -> int:
@@ -104,7 +104,7 @@ def join_table(joins: Iterable[str]) -> np.ndarray:
     """Build a hash table of `joins`, pairs of characters that stand side by side in some token."""
     pair_codes = np.array([ord(pair[0]) << 21 | ord(pair[1]) for pair in joins], np.int64)
     hash_table = np.full(_table_capacity(len(pair_codes)), NONE, np.int64)
-    KERNELS.splitting.fill_joins(pair_codes, hash_table)
+    KERNELS.splitting.fill_join_table(pair_codes, hash_table)
     return hash_table
 
 
@@ -125,8 +125,7 @@ class PatternSplitter:
         self._classes = classes
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
-        """Split texts or words, which end at `word_ends` in `raw`, at patterns' matches; returns (ends, their
-        number)."""
+        """Split texts or words, which end at `word_ends` in `raw`, at patterns' matches; return (ends, number)."""
         kernel_module, symbols, at = KERNELS.splitting, np.empty(len(raw), np.uint8), 0
         while (at := kernel_module.classify(raw, at, self._class_numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
@@ -135,7 +134,9 @@ class PatternSplitter:
         for steps in self._split_steps:
             new_ends = np.empty(len(raw), np.int32)
             if isinstance(steps, tuple):
-                num_words = kernel_module.threes(symbols, *steps, word_ends, num_words, new_ends)
+                num_words = kernel_module.cut_threes(
+                    symbols, *steps, word_ends, num_words, new_ends
+                )
             else:
                 num_words = kernel_module.split(symbols, steps, 1, word_ends, num_words, new_ends)
             word_ends = new_ends
@@ -145,7 +146,7 @@ class PatternSplitter:
 def _digit_runs(
     digit_groups: DigitGroups, alphabet: str, numbers: np.ndarray
 ) -> tuple[np.ndarray, bool]:
-    """Return what kernels.splitting.threes takes, (u8 (256,): 1 for classes in runs of digits; whether runs are cut
+    """Return what kernels.splitting.cut_threes takes, (u8 (256,): 1 for classes in runs of digits; whether runs are cut
     after groups), from `alphabet`, a character of each class, and their class `numbers`."""
     char_class = re.compile(digit_groups.of, re.ASCII)
     is_inside = np.zeros(256, np.uint8)
@@ -157,11 +158,12 @@ class BoundarySplitter:
     """Splits a text between characters that no token has side by side."""
 
     def __init__(self, joins: Iterable[str]) -> None:
+        """joins: pairs of characters that stand side by side in some token; between others texts are divided."""
         self._join_table = join_table(joins)
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
         new_ends = np.empty(len(raw), np.int32)
-        return new_ends, KERNELS.splitting.cut(
+        return new_ends, KERNELS.splitting.cut_unjoined(
             raw, self._join_table, word_ends, len(word_ends), new_ends
         )
 

@@ -62,7 +62,7 @@ class OpTime:
     floor: float = 0.0
 
     @property
-    def lost_seconds(self) -> float:
+    def seconds_over_floor(self) -> float:
         return self.seconds - self.floor
 
 
@@ -83,7 +83,7 @@ def product_of(step: KernelStep) -> MatrixProduct | None:
     return MatrixProduct(BACK, m, k, n) if is_transposed else MatrixProduct(FORWARD, m, n, k)
 
 
-def group_of(step: KernelStep) -> OpGroup:
+def op_group_of(step: KernelStep) -> OpGroup:
     product = product_of(step)
     if product is None:
         return OpGroup(step.op.name)
@@ -118,7 +118,7 @@ class CallTimer:
         steps = self.run.placed.steps
         read_tensors = {t for step in steps for t in step.reads}
         for step, times in zip(steps, self.seconds, strict=True):
-            op_time = times_by_group.setdefault(group_of(step), OpTime())
+            op_time = times_by_group.setdefault(op_group_of(step), OpTime())
             op_time.calls += 1
             op_time.seconds += statistics.median(times)
             op_time.floor += call_floor(step, rates, read_tensors)
@@ -136,9 +136,10 @@ def measure_ops(
 
 
 def table(training: TrainingBench, spent: dict[OpGroup, OpTime], step_seconds: float) -> BenchTable:
+    """Return a table of a step's ops: those first that lose most above their floor, then all together."""
     total_seconds = math.fsum(op_time.seconds for op_time in spent.values())
     floor_seconds = math.fsum(op_time.floor for op_time in spent.values())
-    groups = sorted(spent, key=lambda group: -spent[group].lost_seconds)
+    groups = sorted(spent, key=lambda group: -spent[group].seconds_over_floor)
     rows = [op_row(group, spent[group], total_seconds) for group in groups]
     all_calls = OpTime(sum(s.calls for s in spent.values()), total_seconds, floor_seconds)
     rows.append(op_row(OpGroup("all"), all_calls, total_seconds))
@@ -154,5 +155,5 @@ def table(training: TrainingBench, spent: dict[OpGroup, OpTime], step_seconds: f
 def op_row(group: OpGroup, spent: OpTime, total_seconds: float) -> list[str | int | float | None]:
     ratio = spent.seconds / spent.floor if spent.floor > MIN_FLOOR_SECONDS * spent.calls else None
     time_share = spent.seconds / total_seconds if total_seconds else 0.0
-    ms = [1e3 * seconds for seconds in (spent.seconds, spent.floor, spent.lost_seconds)]
+    ms = [1e3 * seconds for seconds in (spent.seconds, spent.floor, spent.seconds_over_floor)]
     return [group.op, group.form, group.shape, spent.calls, ms[0], time_share, ms[1], ratio, ms[2]]

@@ -68,7 +68,7 @@ def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
 
     def copy_rate(num_values: int) -> float:
         x, y = np.ones(num_values, np.float32), np.zeros(num_values, np.float32)
-        copy_functions = (lambda: peak.copied(y, x, threads)), (lambda: np.copyto(y, x))
+        copy_functions = (lambda: peak.copy_on_threads(y, x, threads)), (lambda: np.copyto(y, x))
         return (x.nbytes + y.nbytes) / min(map(fastest, copy_functions))
 
     m, n, k = PRODUCT_SHAPE

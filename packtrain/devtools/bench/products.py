@@ -138,8 +138,7 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
 def tables(
     is_short: bool, rounds: int, counting: ProgressCounter, measure_f32: Callable[..., BenchTable]
 ) -> Iterator[BenchTable]:
-    """Yield the tables of f32 products, which `measure_f32` times as f32_table does, and of packed weights; `is_short`:
-    of few shapes."""
+    """Yield tables of f32 products, which `measure_f32` times, and of packed weights; `is_short`: of few shapes."""
     with counting("products", "product") as count:
         f32_products = measure_f32(SHORT_SHAPES if is_short else SHAPES, rounds, count)
     yield f32_products

@@ -32,7 +32,7 @@ def tables(
             if isinstance(steps, InputError):
                 raise steps
             programs.append(BenchProgram(name=preset, num_warmup=WARM, steps=steps))
-    rows = [row_of(program, tokens_of(program.name)) for program in programs]
+    rows = [program_row(program, tokens_per_step(program.name)) for program in programs]
     title = "Whole steps in f32, clipping and AdamW included" + memory_title(memory)
     yield BenchTable("steps", title, COLUMNS, rows, (), max(p.waited_share for p in programs))
 
@@ -48,14 +48,14 @@ def measure_steps(
     return [step(i == WARM - 1) for i in range(WARM + rounds)]
 
 
-def row_of(program: BenchProgram, tokens: int) -> list[CellValue]:
+def program_row(program: BenchProgram, tokens: int) -> list[CellValue]:
     seconds = statistics.median(program.seconds)
     name = f"{program.name}, {ROWS[program.name]} × {PRESETS[program.name].context_length} tokens"
     figures = 1e3 * seconds, tokens / seconds, program.nbytes / 2**20, program.steps[-1].loss
     return [name, *figures, program.waited_share]
 
 
-def tokens_of(preset: str) -> int:
+def tokens_per_step(preset: str) -> int:
     return ROWS[preset] * PRESETS[preset].context_length
 
 

@@ -82,8 +82,7 @@ def of_base(
     path: Path, num_rows: int = 1, time: int = FILE_CONTEXT, precision: str = "f32", memory: int | None = None,
     device: str = "cpu",
 ) -> TrainingBench:  # fmt: skip
-    """Prepare a step of `packtrain finetune` of model `path`, default adapters, in `memory` bytes. Raises
-    InputError."""
+    """Prepare a step of `packtrain finetune` of model `path`, default adapters, `memory` bytes. Raises InputError."""
     settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)

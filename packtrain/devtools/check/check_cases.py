@@ -182,8 +182,7 @@ def as_floats(packed: np.ndarray) -> np.ndarray:
 def _compared(
     name: str, dtype: str, backend: Backend, case: str, graph: Graph, leaf_values: Values, expected: Values,
 ) -> CheckResult:  # fmt: skip
-    """Run a graph on a backend and compare results with `expected`; `name` (the op), `dtype`, `case` label the
-    result."""
+    """Run a graph on a backend and compare results with `expected`; `name` (the op), `dtype`, `case` label it."""
     actual = run_graph(graph, leaf_values, (backend,))
     pairs = [(max_difference(actual[n], expected[n]), error_limit(actual[n])) for n in actual]
     error, allowed = max(pairs, key=lambda pair: pair[0] - pair[1])
@@ -249,8 +248,7 @@ WEIGHTINGS = (dense, reversed_axes, lambda y: y)
 def gradients(
     y: Tensor, weighted: Weighting, wrt: Sequence[Tensor] | None = None
 ) -> tuple[Graph, list[Tensor]]:
-    """Return (graph of `loss` = sum of weighted(y), and its gradients `d/<label>`; wrt), `wrt` by default y's f32
-    leaves."""
+    """Return (graph of `loss` = sum of weighted(y) and gradients `d/<label>`; wrt), `wrt` by default y's f32 leaves."""
     if wrt is None:
         wrt = [leaf for leaf in op_samples.input_leaves(Graph([y])) if leaf.dtype == f32]
     loss = ops.sum(weighted(y))

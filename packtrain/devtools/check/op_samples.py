@@ -92,7 +92,7 @@ def free_constant(leaf: Tensor) -> Tensor:
 
 
 def constant_values(call: Call) -> dict[str, np.ndarray]:
-    """Return the values of the constants that `free_constant` turns into inputs."""
+    """Return, by input name, the values of a call's constants, for which `free_constant` puts inputs in the graph."""
     leaves = Graph(call.results[:1]).leaves
     return {t.label: t.value for t in leaves if t.value is not None and free_constant(t) is not t}
 
@@ -133,14 +133,14 @@ def typed_samples(name: str) -> Iterator[TypedSample]:
                 if dtype == f32 or (i, dtype) in seen_types or t.shape[-1] % dtype.block:
                     continue
                 try:
-                    typed_call = rewrite_call(call, _with_dtype(t, dtype))
+                    typed_call = rewrite_call(call, _retype_leaf(t, dtype))
                 except GraphError:
                     continue
                 seen_types.add((i, dtype))
                 yield TypedSample(dtype, t.label, typed_call, call)
 
 
-def _with_dtype(leaf: Tensor, dtype: Dtype) -> Callable[[Tensor], Tensor]:
+def _retype_leaf(leaf: Tensor, dtype: Dtype) -> Callable[[Tensor], Tensor]:
     make = {"weight": weight, "state": state}.get(leaf.kind or "", input)
     typed_leaf = make(leaf.label, leaf.shape, dtype)
     return lambda t: typed_leaf if t is leaf else t

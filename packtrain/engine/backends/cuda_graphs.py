@@ -3,9 +3,8 @@
 Copies from and to a GPU run on a stream of their own, beside its kernels. Not yet run on a GPU by the authors.
 
 A call that reads values on the host, brings values from it, or copies between memories runs by itself. Recorded calls
-use the same addresses each time. Tests use a stand-in for CUDA. A failed capture may leave PyTorch's allocator in any
-state. Calls that cannot be captured are therefore found on tensors without values, and a first failure ends recording
-on that device.
+use the same addresses each time. Tests use a stand-in for CUDA. A failed capture may break PyTorch's allocator. Calls
+that cannot be captured are therefore found on tensors without values, and a first failure ends recording there.
 """
 
 import warnings
@@ -15,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from packtrain.engine.backends.host import later
+from packtrain.engine.backends.host import done_by_later_call
 from packtrain.engine.ops.torch_kernels import torch
 
 MIN_GRAPH_CALLS = 4  # fewest calls that are worth a graph
@@ -56,7 +55,7 @@ def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool])
         stop = start + len([*flag_run])
         is_graph = is_recordable and stop - start >= MIN_GRAPH_CALLS
         if is_graph and (replay := _record_graph(device, calls[start:stop])):
-            recorded_calls[start:stop] = [*[later] * (stop - start - 1), replay]
+            recorded_calls[start:stop] = [*[done_by_later_call] * (stop - start - 1), replay]
         start = stop
     return recorded_calls
 

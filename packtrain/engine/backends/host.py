@@ -29,13 +29,13 @@ def aligned(nbytes: int, alignment: int) -> int:
 
 
 def return_freed() -> None:
-    """Make malloc return freed memory to the system at once; by default it keeps ever larger pieces."""
+    """Make malloc return freed memory to the system at once; by default it keeps ever larger pieces for itself."""
     if hasattr(LIBC, "mallopt"):
         for threshold in (MMAP_THRESHOLD, TRIM_THRESHOLD):
             LIBC.mallopt(threshold, LARGE)
 
 
-def later() -> None:
+def done_by_later_call() -> None:
     """Do nothing: takes the place of a call that a recorded stretch (CUDA graph), replayed by a later call, makes."""
 
 
@@ -130,8 +130,7 @@ class Backend(Protocol):
 
     def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
         """Return calls that do the work of `calls` with less work of the host, as a CUDA graph does; some may be
-        `later`. The calls are consecutive in one plan and have run once; None in `op_calls` is a copy. Arrays keep
-        their addresses."""
+        `later`. The calls are consecutive in one plan and have run once; None in op_calls: a copy. Addresses stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +202,7 @@ class Host:
 
     @property
     def streams(self) -> bool:
+        """No: copies do not run beside kernels."""
         return False
 
     def begin_copy(self, to: Any, source: Any, peer: "Backend") -> None:
@@ -215,6 +215,7 @@ class Host:
         """Do nothing: this backend copies from ordinary memory."""
 
     def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
+        """Return the calls themselves: this backend records nothing."""
         return calls
 
 

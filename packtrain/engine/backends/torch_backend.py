@@ -38,10 +38,10 @@ DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if 
 def kernel_of(op: AnyOp, convert: Any, name: str = NAME) -> Kernel | None:
     """Return the op's PyTorch kernel `name`, or None; its first call converts arrays to tensors by `convert`."""
     kernel = op.kernels.get(name)
-    return kernel and Kernel(_launcher(kernel.run, convert), kernel.strided)
+    return kernel and Kernel(_call_on_tensors(kernel.run, convert), kernel.strided)
 
 
-def _launcher(run: Any, convert: Any) -> Any:
+def _call_on_tensors(run: Any, convert: Any) -> Any:
     def launch(*arrays: Any, work: Any = (), **attrs: Any) -> Any:
         tensors = [regular_strides(convert(x)) for x in arrays]
         pages = [page_range for x in work if (page_range := pages_of(x))]
@@ -97,14 +97,14 @@ def as_tensor(x: Any) -> Any:
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype == bf16.numpy:
-        return _from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return _tensor_over(x.view(np.int16)).view(torch.bfloat16)
     if x.dtype.names:
-        raw = _from_numpy(x.view(np.uint8).reshape(*x.shape, x.itemsize))
+        raw = _tensor_over(x.view(np.uint8).reshape(*x.shape, x.itemsize))
         return BlockArray(raw, DTYPES_BY_NUMPY[x.dtype])
-    return _from_numpy(x)
+    return _tensor_over(x)
 
 
-def _from_numpy(x: np.ndarray) -> Any:
+def _tensor_over(x: np.ndarray) -> Any:
     with warnings.catch_warnings():  # of arrays that kernels only read, such as mapped weights
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(x)
@@ -137,14 +137,14 @@ def _match_num_threads() -> None:
         torch.set_num_threads(kernels.threads())
 
 
-def raw_of(array: Any) -> Any:
+def raw_tensor_of(array: Any) -> Any:
     """Return the tensor of an array of the device: for quantized blocks, that of their bytes."""
     return array.raw if isinstance(array, BlockArray) else array
 
 
 def tensor_of(array: Any) -> Any:
     """Return the tensor of an array of the device or of NumPy: for quantized blocks, that of their bytes."""
-    return raw_of(array if isinstance(array, BlockArray) else as_tensor(array))
+    return raw_tensor_of(array if isinstance(array, BlockArray) else as_tensor(array))
 
 
 def dtype_of(array: Any) -> Dtype:
@@ -185,7 +185,7 @@ class TorchDevice:
 
     def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         _match_num_threads()
-        has_unknown_dtype = any(t is not None and self._lacks_dtype(t.dtype) for t in inputs)
+        has_unknown_dtype = any(t is not None and self._is_missing_dtype(t.dtype) for t in inputs)
         return None if has_unknown_dtype else kernel_of(op, lambda x: x, self._kernel_name(op))
 
     def _kernel_name(self, op: AnyOp) -> str:
@@ -195,7 +195,7 @@ class TorchDevice:
     def _measured(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> KernelFootprint:
         return torch_temporaries.kernel_footprint(op, inputs, attrs, self._kernel_name(op))
 
-    def _lacks_dtype(self, dtype: Dtype) -> bool:
+    def _is_missing_dtype(self, dtype: Dtype) -> bool:
         """Whether PyTorch lacks this element type on the device: `mps` has no f64."""
         return self.name.startswith("mps") and dtype == f64
 
@@ -227,12 +227,12 @@ class TorchDevice:
 
     def share(self, values: np.ndarray) -> Any:
         buffer = self.alloc(values.nbytes)
-        buffer[: values.nbytes] = _from_numpy(values.reshape(-1).view(np.uint8))
+        buffer[: values.nbytes] = _tensor_over(values.reshape(-1).view(np.uint8))
         return buffer
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
         dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
-        if dtype.quantized or self._lacks_dtype(dtype):
+        if dtype.quantized or self._is_missing_dtype(dtype):
             raw_layout = (*shape, dtype.block_nbytes), (*strides, 1), offset
             return BlockArray(buffer.as_strided(*raw_layout), dtype)
         itemsize = dtype.block_nbytes
@@ -245,28 +245,28 @@ class TorchDevice:
     def write(self, array: Any, values: np.ndarray) -> None:
         dense = np.ascontiguousarray(values, dtype_of(array).numpy).reshape(values.shape)
         if isinstance(array, BlockArray):
-            array.raw.copy_(_from_numpy(dense.reshape(-1).view(np.uint8)).view(array.raw.shape))
+            array.raw.copy_(_tensor_over(dense.reshape(-1).view(np.uint8)).view(array.raw.shape))
         else:
             array.copy_(as_tensor(dense))
 
     def read(self, array: Any) -> np.ndarray:
-        dtype, raw = dtype_of(array), raw_of(array).contiguous()
+        dtype, raw = dtype_of(array), raw_tensor_of(array).contiguous()
         host_bytes = raw.view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
         return host_bytes.view(dtype.numpy).reshape(dtype.array_shape(tuple(array.shape)))  # type: ignore[no-any-return]
 
     def fetch(self, array: Any, destination: np.ndarray) -> None:
-        raw = raw_of(array).view(-1).view(torch.uint8)
-        _from_numpy(destination.reshape(-1).view(np.uint8)).copy_(raw)
+        raw = raw_tensor_of(array).view(-1).view(torch.uint8)
+        _tensor_over(destination.reshape(-1).view(np.uint8)).copy_(raw)
 
     def fill(self, array: Any, byte: int) -> None:
-        raw_of(array).view(-1).view(torch.uint8).fill_(byte)
+        raw_tensor_of(array).view(-1).view(torch.uint8).fill_(byte)
 
     def all_finite(self, array: Any) -> bool:
         return bool(array.isfinite().all())
 
     def overlap(self, a: Any, b: Any) -> bool:
         """Whether the address ranges of two arrays overlap; arrays that are compared have no gaps."""
-        a_range, b_range = address_range(raw_of(a)), address_range(raw_of(b))
+        a_range, b_range = address_range(raw_tensor_of(a)), address_range(raw_tensor_of(b))
         return max(a_range.start, b_range.start) < min(a_range.stop, b_range.stop)
 
     def sync(self) -> None:
@@ -277,6 +277,7 @@ class TorchDevice:
 
     @property
     def streams(self) -> bool:
+        """Whether this is a CUDA device, which copies while its kernels run."""
         return cuda_of(self.device) is not None
 
     def begin_copy(self, to: Any, source: Any, peer: Backend) -> None:

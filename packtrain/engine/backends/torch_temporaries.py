@@ -56,8 +56,7 @@ def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
 def kernel_footprint(
     op: AnyOp, inputs: Inputs, attrs: Attrs, kernel: str = "torch"
 ) -> KernelFootprint:
-    """Return what a call's `torch` or `cuda` kernel allocates beside results, measured once for equal specs and
-    attributes, such as its temporaries."""
+    """Return what a call's kernel `kernel` allocates beside results; measured once for equal specs and attributes."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KERNEL_FOOTPRINTS:
@@ -68,15 +67,15 @@ def kernel_footprint(
 def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
     """Run the kernel on tensors without values, or on zeros if it needs values; return what it allocates."""
     try:
-        meter, num_host_accesses = _watch_kernel(call, kernel)
+        meter, num_host_accesses = _run_on_meta(call, kernel)
         if num_host_accesses:  # a kernel brings its tables once, and keeps them
-            _, num_host_accesses = _watch_kernel(call, kernel)
+            _, num_host_accesses = _run_on_meta(call, kernel)
     except (RuntimeError, NotImplementedError):
         meter, num_host_accesses = _run_kernel(call, "torch", "cpu"), 1
     return KernelFootprint(meter.peak_nbytes, not num_host_accesses, tuple(meter.trace))
 
 
-def _watch_kernel(call: OpCall, kernel: str) -> tuple[Any, int]:
+def _run_on_meta(call: OpCall, kernel: str) -> tuple[Any, int]:
     """Run the kernel on `meta` tensors; return (allocation_meter, how many times it used values on the host)."""
     accesses_before = HOST_READS["times"]
     with host_transfer_counter()() as transfer_counter:
@@ -131,8 +130,7 @@ def host_transfer_counter() -> Any:
 
 @cache
 def allocation_meter() -> Any:
-    """Return a context class that meters tensors allocated inside it: `current_nbytes`, `peak_nbytes`, and `trace`,
-    their allocations and frees."""
+    """Return a context class that meters tensors: `current_nbytes`, `peak_nbytes`, `trace` (allocations and frees)."""
 
     class AllocationMeter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:

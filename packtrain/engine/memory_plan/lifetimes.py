@@ -19,8 +19,7 @@ CATEGORIES = {"forward": "activation", "backward": "gradient", "recomputed": "re
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes of an arena that tensors use one after another, each written over the last, needed during steps [start,
-    end)."""
+    """Bytes of an arena that tensors use one after another, each over the last, needed in steps [start, end)."""
 
     name: str
     op: str
@@ -72,6 +71,7 @@ class _LifetimeAnalysis:
             self.releases = [*map(placed.released, range(len(placed.steps) + 1))]
 
     def storages(self) -> list[Storage]:
+        """Return all storages of the placed graph: those of inputs, then results and workspaces by step."""
         placed, names, releases = self.placed, self.placed.names, self.releases
         storage_list = [self._input(leaf) for leaf in placed.graph.leaves if leaf.kind == "input"]
         for i, step in enumerate(placed.steps):
@@ -102,6 +102,7 @@ class _LifetimeAnalysis:
         return storage_list
 
     def _input(self, leaf: Tensor) -> Storage:
+        """Return the storage of an input leaf, alive from the start of the run to its last read."""
         last_read = self.reading_steps.get(leaf, (0,))[-1]
         space, end = self.placed.home[leaf].space, self.releases[last_read]
         fields = leaf.label, "input", "input", space, leaf.spec.nbytes, 0, end
@@ -112,8 +113,7 @@ class _LifetimeAnalysis:
         self, step: KernelStep, index: int, i: int, reused: set[Storage], arena: str
     ) -> Storage | None:
         """Return the storage in `arena`, not in `reused`, of an input that result `index` of step i may overwrite, or
-        None: last read here, whole and dense, and by no other step since a barrier, because such a step may run at the
-        same time."""
+        None: last read here, whole and dense, and by no other step since a barrier, which may run at the same time."""
         result, released = step.results[index], self.placed.released
         for input_index in step.op.inplace.get(index, ()) if self.reuse else ():
             t = step.inputs[input_index]

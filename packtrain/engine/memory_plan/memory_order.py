@@ -27,7 +27,7 @@ def least_order(graph: Graph, target: Target = CPU) -> list[int]:
 
 
 def candidate_orders(graph: Graph) -> Iterator[list[int]]:
-    """Yield orders of calls: as written; depth-first from outputs as listed, reversed, by size (Sethi, Ullman 1970)."""
+    """Yield orders of calls: as written; depth-first from outputs as listed, reversed or by size (Sethi, Ullman)."""
     yield list(range(len(graph.calls)))
     needs, call_index = call_dependencies(graph), {call: i for i, call in enumerate(graph.calls)}
     end_calls = (t.call for t in (*graph.outputs.values(), *graph.updates))
@@ -100,4 +100,5 @@ def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:
 
 
 def _nbytes(graph: Graph, target: Target, sequence: list[int]) -> int:
+    """Return the bytes of all arenas of the plan in which calls run in this order."""
     return sum(arena.nbytes for arena in make_plan(place(graph, target, sequence)).arenas)

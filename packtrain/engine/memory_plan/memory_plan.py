@@ -102,7 +102,7 @@ class Plan:
             raise GraphError(f"{fact}, not for this graph {placed.fingerprint}; plan it again")
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
-        """Return a message on the first memory space whose limit this plan exceeds, or None."""
+        """Return a message on the first memory space whose limit, bytes by space, this plan exceeds, or None."""
         for space in {a.space: None for a in self.arenas}:
             needed = sum(a.nbytes + a.outside_nbytes for a in self.arenas if a.space == space)
             if needed > limits.get(space, needed):
@@ -171,7 +171,7 @@ def make_plan(
         arena_storages = [s for s in all_storages if (s.space, s.arena) == arena_key]
         starts, stops, sizes = lifetime_columns(arena_storages, alignments[arena_key[0]])
         offsets = packer(starts, stops, sizes) if reuse else np.cumsum(sizes) - sizes
-        outside_nbytes = _outside_nbytes(placed, arena_key, alignments[arena_key[0]])
+        outside_nbytes = _leaf_nbytes_by_kind(placed, arena_key, alignments[arena_key[0]])
         bounds = packing_height(sizes, offsets), *lower_bound(starts, stops, sizes)
         pool = 0 if arena_key[1] else pool_nbytes(placed.steps, arena_key[0])
         arena_list.append(Arena(arena_key[0], *bounds, *outside_nbytes, arena_key[1], pool))
@@ -190,7 +190,7 @@ def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
     return sum(backend.pool(op_calls) for backend, op_calls in calls)
 
 
-def _outside_nbytes(placed: Placed, place: ArenaKey, alignment: int) -> tuple[int, int, int]:
+def _leaf_nbytes_by_kind(placed: Placed, place: ArenaKey, alignment: int) -> tuple[int, int, int]:
     """Return the bytes of weights, states and constants in the space of `place`, each rounded up to the alignment."""
     nbytes_by_kind = {"weight": 0, "state": 0, "constant": 0, "input": 0}
     for leaf in placed.graph.leaves:

@@ -40,7 +40,7 @@ class _PlanReplay:
         self.byte_owners = {
             a.place: np.zeros(-(-a.nbytes // self.units[a.space]), np.int64) for a in plan.arenas
         }
-        self.group_ends = _group_ends(placed)
+        self.group_ends = _barrier_ends(placed)
         self.concurrent_steps = ConcurrentSteps()
         self.owner_ids: dict[Tensor, int] = {}
         self.plan = plan
@@ -48,28 +48,29 @@ class _PlanReplay:
         self.used: dict[Buffer, tuple[int, int]] = {}  # first write, one past the last use
 
     def run(self) -> None:
+        """Check each step in turn, as if the run wrote names of tensors instead of values."""
         for leaf in self.placed.graph.leaves:
             if leaf.kind == "input":
-                self._take_bytes(leaf)
-                self._record_use(self._buffer(leaf), 0)
+                self._own_bytes(leaf)
+                self._record_use(self._planned_buffer(leaf), 0)
         read_bases = {t.base for step in self.placed.steps for t in step.reads}
         read_bases |= {t.base for t in self.placed.graph.outputs.values()}
         for i, step in enumerate(self.placed.steps):
             for t in step.reads:
-                self._check_intact(i, t, f"step {i} {step.op.name} reads")
+                self._check_not_overwritten(i, t, f"step {i} {step.op.name} reads")
             self._check_copies(i, step)
-            self._check_writes(i, step, read_bases)
+            self._check_results(i, step, read_bases)
             if self.placed.barriers is not None:
                 self._check_concurrency(i, step, read_bases)
         for name, t in self.placed.graph.outputs.items():
-            self._check_intact(len(self.placed.steps), t, f"output {name} reads")
+            self._check_not_overwritten(len(self.placed.steps), t, f"output {name} reads")
         if self.travelling:
             raise PlanError(f"{', '.join(map(self._name, self.travelling))} never arrives")
         self._check_certificate()
 
-    def _check_copies(self, i: int, step: KernelStep) -> None:
+    def _check_copies(self, step_index: int, step: KernelStep) -> None:
         """Raise PlanError if a step reads a copy that is still under way, or writes its source."""
-        who, written_bases = f"step {i} {step.op.name}", {t.base for t in step.results}
+        who, written_bases = f"step {step_index} {step.op.name}", {t.base for t in step.results}
         if step.op is FINISH_COPY and self.travelling.pop(step.reads[0], None) not in [
             t.base for t in step.reads[1:]
         ]:
@@ -81,42 +82,42 @@ class _PlanReplay:
         if step.op is BEGIN_COPY:
             self.travelling[step.results[0]] = step.reads[0].base
 
-    def _check_writes(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
+    def _check_results(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"
         written_extents: list[tuple[str, Extent]] = []
         stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
         for t in stored_results:
             extent = self._extent(t)
             for k, x in enumerate(step.inputs):
-                if x is None or not _in_arena(x) or not _overlap(extent, self._extent(x.base)):
+                if x is None or not _lies_in_arena(x) or not _overlap(extent, self._extent(x.base)):
                     continue
                 if not (_may_overwrite(step, k, x, t) and extent == self._extent(x.base)):
                     overwritten = f"{self._name(t)} overwrites input {self._name(x)}"
                     raise PlanError(f"{who}: result {overwritten} while it is read")
-            self._check_disjoint(who, self._name(t), extent, written_extents)
-        for spec, b in self._workspace(i, step):
-            extent = self._clip(b)
+            self._check_no_shared_bytes(who, self._name(t), extent, written_extents)
+        for spec, b in self._workspace_extents(i, step):
+            extent = self._arena_range(b)
             if b.nbytes < spec.nbytes:
                 raise PlanError(f"{who}: workspace has {b.nbytes} bytes and needs {spec.nbytes}")
-            for x in filter(_in_arena, step.reads):
+            for x in filter(_lies_in_arena, step.reads):
                 if _overlap(extent, self._extent(x.base)):
                     raise PlanError(f"{who}: workspace overwrites input {self._name(x)}")
-            self._check_disjoint(who, "workspace", extent, written_extents)
+            self._check_no_shared_bytes(who, "workspace", extent, written_extents)
             self._record_use(b, i)
             self.byte_owners[extent[0]][extent[1] : extent[2]] = WORKSPACE_OWNER
         for t in stored_results:
-            self._take_bytes(t)
-            self._record_use(self._buffer(t), i)
+            self._own_bytes(t)
+            self._record_use(self._planned_buffer(t), i)
 
     def _check_concurrency(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
         """Raise PlanError if step i shares bytes with one since the last barrier, which may run at the same time;
         read_bases: the tensors that own what any step or output reads."""
         stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
         write_extents = [self._extent(t) for t in stored_results]
-        write_extents += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
+        write_extents += [self._arena_range(b) for b in self.works.get((i, step.backend.space), [])]
         write_extents += [_leaf_extent(t) for t in step.results if t.base.kind]
-        read_extents = [self._extent(t.base) for t in filter(_in_arena, step.reads)]
-        read_extents += [_leaf_extent(t) for t in step.reads if not _in_arena(t)]
+        read_extents = [self._extent(t.base) for t in filter(_lies_in_arena, step.reads)]
+        read_extents += [_leaf_extent(t) for t in step.reads if not _lies_in_arena(t)]
         other = self.concurrent_steps.add(i, step, read_extents, write_extents)
         if other is not None:
             raise PlanError(
@@ -131,7 +132,7 @@ class _PlanReplay:
         is_needed = t.index not in step.op.optional or t in read_bases
         return not t.base.kind and (is_needed or self.placed.names[t] in self.buffer_of)
 
-    def _workspace(self, i: int, step: KernelStep):  # type: ignore[no-untyped-def]
+    def _workspace_extents(self, i: int, step: KernelStep):  # type: ignore[no-untyped-def]
         specs = step.workspaces
         buffers = self.works.get((i, step.backend.space), [])
         if len(buffers) != len(specs):
@@ -139,7 +140,7 @@ class _PlanReplay:
             raise PlanError(f"step {i} {step.op.name}: {counts}")
         return zip(specs, buffers, strict=True)
 
-    def _check_disjoint(
+    def _check_no_shared_bytes(
         self, step_text: str, name: str, extent: Extent, written_extents: list[tuple[str, Extent]]
     ) -> None:
         for other_name, other_extent in written_extents:
@@ -147,16 +148,16 @@ class _PlanReplay:
                 raise PlanError(f"{step_text}: {name} and {other_name} share bytes")
         written_extents.append((name, extent))
 
-    def _take_bytes(self, t: Tensor) -> None:
+    def _own_bytes(self, t: Tensor) -> None:
         space, unit_start, unit_end = self._extent(t)
         self.owner_ids[t] = self.owner_ids.get(t, len(self.owner_ids) + WORKSPACE_OWNER + 1)
         self.byte_owners[space][unit_start:unit_end] = self.owner_ids[t]
 
-    def _check_intact(self, i: int, t: Tensor, who: str) -> None:
+    def _check_not_overwritten(self, i: int, t: Tensor, who: str) -> None:
         base = t.base
-        if not _in_arena(t):
+        if not _lies_in_arena(t):
             return
-        self._record_use(self._buffer(base), i)
+        self._record_use(self._planned_buffer(base), i)
         space, unit_start, unit_end = self._extent(base)
         owners = self.byte_owners[space][unit_start:unit_end]
         if base not in self.owner_ids or not (owners == self.owner_ids[base]).all():
@@ -165,6 +166,7 @@ class _PlanReplay:
             raise PlanError(f"{who} {self._name(t)}, but its bytes were overwritten by {thief}")
 
     def _record_use(self, b: Buffer, i: int) -> None:
+        """Record that step i uses buffer b, for the lifetimes that _check_certificate compares."""
         released = self.group_ends[i] if i < len(self.group_ends) else i + 1
         first_use, end_use = self.used.get(b, (i, released))
         self.used[b] = min(first_use, i), max(end_use, released)
@@ -186,19 +188,20 @@ class _PlanReplay:
                 planned = f"lower bound {a.lower_bound} at step {a.peak_step}"
                 raise PlanError(f"{a.space}: {planned}, counted {max(alive)}")
 
-    def _buffer(self, t: Tensor) -> Buffer:
+    def _planned_buffer(self, t: Tensor) -> Buffer:
         buffer = self.buffer_of.get(self._name(t))
         if buffer is None:
             raise PlanError(f"{self._name(t)} has no bytes in the plan")
         return buffer
 
     def _extent(self, t: Tensor) -> Extent:
-        buffer = self._buffer(t)
+        """Return (arena, first unit, end) of the bytes of t, in units of the alignment."""
+        buffer = self._planned_buffer(t)
         if buffer.nbytes < t.spec.nbytes:
             raise PlanError(f"{self._name(t)} has {buffer.nbytes} bytes and needs {t.spec.nbytes}")
-        return self._clip(buffer)
+        return self._arena_range(buffer)
 
-    def _clip(self, b: Buffer) -> Extent:
+    def _arena_range(self, b: Buffer) -> Extent:
         """Return a buffer's range in an arena, in units of the alignment; raise PlanError if it lies outside."""
         unit = self.units[b.space]
         unit_start, unit_end = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
@@ -236,7 +239,7 @@ class ConcurrentSteps:
         return None
 
 
-def _group_ends(placed: Placed) -> list[int]:
+def _barrier_ends(placed: Placed) -> list[int]:
     """Return, by step, how many steps precede the next barrier: those since the last one may run in parallel."""
     num_steps = len(placed.steps)
     stops = set(range(num_steps + 1) if placed.barriers is None else placed.barriers) | {num_steps}
@@ -256,7 +259,7 @@ def _any_overlap(extents: Extents, other_extents: Extents) -> bool:
     return any(_overlap(a, b) for a in extents for b in other_extents)
 
 
-def _in_arena(t: Tensor) -> bool:
+def _lies_in_arena(t: Tensor) -> bool:
     return t.base.kind in (None, "input")
 
 
@@ -264,8 +267,8 @@ def _overlap(a: Extent, b: Extent) -> bool:
     return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
 
 
-def _may_overwrite(step: KernelStep, k: int, x: Tensor, t: Tensor) -> bool:
-    """Whether the op lets result t overwrite its input k, which is x, dense, whole and read only once."""
-    is_same_layout = x.spec == t.spec and x.dense and x.offset == 0
-    is_read_once = sum(r.base is x.base for r in step.reads) == 1
-    return k in step.op.inplace.get(t.index, ()) and is_same_layout and is_read_once
+def _may_overwrite(step: KernelStep, input_index: int, input: Tensor, result: Tensor) -> bool:
+    """Whether the op lets `result` overwrite its input number input_index, `input`: dense, whole and read only once."""
+    is_same_layout = input.spec == result.spec and input.dense and input.offset == 0
+    is_read_once = sum(r.base is input.base for r in step.reads) == 1
+    return input_index in step.op.inplace.get(result.index, ()) and is_same_layout and is_read_once

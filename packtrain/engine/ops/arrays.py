@@ -133,19 +133,19 @@ def run_replayable(function, *args, check=None):
     """
     call = unchecked_call = partial(function, *args)
     if check is not None:
-        call = partial(_run_checked, check, unchecked_call)
+        call = partial(_call_then_check, check, unchecked_call)
         call.unchecked = unchecked_call
     call()
     return call
 
 
-def _run_checked(check, call):
+def _call_then_check(check, call):
+    """Run a call and its check of the result; a later run of the same call does so, too."""
     check(call())
 
 
 def integers_of(x: Tensor, num_planes: int) -> Spec:
-    """Return the f32 workspace for x (..., K) as integers, see dot_tile: per 128 values `num_planes` bytes each, 48
-    numbers."""
+    """Return the f32 workspace for x (..., K) as integers (dot_tile): per 128 values num_planes bytes, 48 numbers."""
     k = x.shape[-1]
     return Spec((x.spec.size // max(k, 1) * -(-k // 128) * (32 * num_planes + 48),))
 
@@ -163,8 +163,7 @@ def copy_acc(y, acc):
 
 
 def replay_after_copy(call, y, acc, is_in_place):
-    """Return a function for later runs: it copies acc to y, unless they share bytes (`is_in_place`), then makes `call`;
-    or `call` itself."""
+    """Return a function for later runs: copies acc to y unless they share bytes, then makes `call`; or just `call`."""
     return call if is_in_place else lambda: np.copyto(y, acc) or call()
 
 

@@ -92,7 +92,7 @@ def reach(q_pos, window):
     return np.full_like(q_pos, window or np.iinfo(np.int64).max, dtype=np.int64)
 
 
-def _hidden_mask(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
+def _invisible_keys(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     (b, t), s = q.shape[:2], k.shape[1]
     q_positions = np.arange(t)[None] if q_pos is None else q_pos
     k_positions = np.arange(s)[None] if k_pos is None else k_pos
@@ -115,7 +115,7 @@ def _probabilities(q, k, positions, sinks, scale, window, softcap):
     if softcap:
         capped = np.tanh(z / softcap)
         z, slope = softcap * capped, 1 - capped**2
-    z = np.where(_hidden_mask(q, k, *positions, window), -np.inf, z)
+    z = np.where(_invisible_keys(q, k, *positions, window), -np.inf, z)
     sink = -np.inf if sinks is None else sinks[:, None, None]
     max_score = np.maximum(z.max(-1, keepdims=True), sink)
     max_score = np.where(np.isinf(max_score), 0, max_score)
@@ -135,6 +135,7 @@ def attention_numpy(out, q, k, v, *mask_inputs, **attrs):
 
 
 def position_arrays(q_pos, k_pos, q_seq, k_seq, length):
+    """Return positions and sequences as kernels take them: (0, 0) if absent."""
     absent = ABSENT_IDS.reshape(0, 0)
     ids = [absent if x is None else x for x in (q_pos, k_pos, q_seq, k_seq)]
     return (*ids, flatten_or_absent(length, ABSENT_IDS))

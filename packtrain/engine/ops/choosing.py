@@ -36,19 +36,19 @@ def argmax_samples():
 
 @op()
 def argsort(x: Tensor, *, descending: bool = False) -> Spec:
-    """Indices that sort the last axis, equal values in order; the largest first if `descending`. x (..., C) f32, y i32.
+    """Indices that sort the last axis, equal values in order, largest first if `descending`. x (..., C) f32, y i32.
     ggml_argsort."""
     return Spec(f32_rows(x).shape, i32)
 
 
-def _sort_indices(x, *, descending):
+def _argsort_last_axis(x, *, descending):
     options = {"kind": "stable"} if isinstance(x, np.ndarray) else {"stable": True, "dim": -1}
     return (-x if descending else x).argsort(**options)
 
 
-argsort.kernel("numpy")(assigned(_sort_indices))
-argsort.kernel("cpu", strided=True)(assigned(_sort_indices))
-argsort.kernel("torch", strided=True)(assigned(_sort_indices))
+argsort.kernel("numpy")(assigned(_argsort_last_axis))
+argsort.kernel("cpu", strided=True)(assigned(_argsort_last_axis))
+argsort.kernel("torch", strided=True)(assigned(_argsort_last_axis))
 
 
 @argsort.samples

@@ -91,8 +91,7 @@ conv_2d.samples(lambda: (conv_2d(x, w, **attrs) for x, w, attrs in _sample_cases
 def conv_2d_back(
     dy: Tensor, w: Tensor, *, size: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Spec:
-    """Gradient of conv_2d for images of this `size` (height, width); also the transposed convolution of dy. Rest as in
-    conv_2d.
+    """Gradient of conv_2d for images of this `size` (height, width); also dy's transposed convolution. See conv_2d.
 
     dy  (N, O, OH, OW)  f32
     w   (O, C, KH, KW)  f32

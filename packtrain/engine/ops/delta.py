@@ -36,7 +36,7 @@ def _steps(k, v, decay, beta, seq, initial_state):
         yield residual, s
 
 
-def _read_state(s, q):
+def _state_times_query(s, q):
     return (s * q[..., None, :]).sum(-1)
 
 
@@ -92,7 +92,7 @@ def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
     q, k, v = _parts(x, beta.shape[-1], groups, width, tiled, eps)
     initial_state = v[:, 0, ..., None] * k[:, 0, :, None] * 0
     for t, (_, s) in enumerate(_steps(k, v, decay, beta, seq, initial_state)):
-        y[:, t] = _read_state(s, q[:, t]).reshape(y[:, t].shape)
+        y[:, t] = _state_times_query(s, q[:, t]).reshape(y[:, t].shape)
 
 
 delta_rule.workspace("cpu")(scan.state_workspace)
@@ -101,7 +101,7 @@ delta_rule.workspace("cpu")(scan.state_workspace)
 @delta_rule.kernel("cpu")
 def delta_rule_cpu(y, x, decay, beta, seq, *, groups, width, tiled, eps, work):
     args = rows(y), *work, rows(x), rows(decay), rows(beta), flatten_or_absent(seq, ABSENT_IDS)
-    kernels.delta.delta(*args, x.shape[1], groups, int(tiled), eps)
+    kernels.delta.delta_rule(*args, x.shape[1], groups, int(tiled), eps)
 
 
 delta_rule.cost(scan.scan_cost(3))
@@ -142,7 +142,7 @@ def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled,
         before = decay_factor * state_steps[t - 1][1] if t else initial_state
         q_grad[:, t] = (dy[:, t, ..., None] * s).sum(2)
         slope = slope + dy[:, t, ..., None] * q[:, t, :, None]
-        missing = _read_state(slope, k[:, t])
+        missing = _state_times_query(slope, k[:, t])
         dbeta[:, t], v_grad[:, t] = (missing * residual).sum(-1), by * missing
         k_grad = (by * residual)[..., None] * slope - (by * missing)[..., None] * before
         of_k[:, t] = k_grad.sum(2)
@@ -166,7 +166,7 @@ def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled,
 def delta_rule_back_cpu(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps, work):
     args = *map(rows, (*out,)), *work, *map(rows, (dy, x, decay, beta))
     ids = flatten_or_absent(seq, ABSENT_IDS)
-    kernels.delta.delta_back(*args, ids, x.shape[1], groups, int(tiled), eps)
+    kernels.delta.delta_rule_back(*args, ids, x.shape[1], groups, int(tiled), eps)
 
 
 @delta_rule_back.kernel("torch")
@@ -175,7 +175,7 @@ def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled,
         q, k, v = _parts(x, beta.shape[-1], groups, width, tiled, eps)
         initial_state = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None])
         state_steps = enumerate(_steps(k, v, decay, beta, seq, initial_state))
-        return torch.stack([_read_state(s, q[:, t]) for t, (_, s) in state_steps], 1)
+        return torch.stack([_state_times_query(s, q[:, t]) for t, (_, s) in state_steps], 1)
 
     scan.write_gradients_by_autograd(out, dy, forward, (x, decay, beta))
 
@@ -219,7 +219,7 @@ def delta_rule_cells_numpy(out, leaf, x, decay, beta, line, source, target, *, g
             token_inputs = k[t : t + 1], v[t : t + 1], decay[t : t + 1, None], beta[t : t + 1, None]
             ((_, s),) = _steps(*token_inputs, None, leaf[state_index][None])
             leaf[state_index] = s[0]
-            y[t] = _read_state(s, q[t]).reshape(-1)
+            y[t] = _state_times_query(s, q[t]).reshape(-1)
 
 
 @delta_rule_cells.kernel("cpu")

@@ -58,7 +58,7 @@ def diagonal_samples():
     yield diagonal(input("x", (2, 3, 3)))
 
 
-def _check_mask(x: Tensor, past: int) -> Spec:
+def _check_mask_input(x: Tensor, past: int) -> Spec:
     require(x.dtype == f32 and len(x.shape) > 1, f"x is {x.spec}; it must be f32 with two axes")
     require(past >= 0, f"past is {past}; it must not be below 0")
     return x.spec
@@ -67,13 +67,13 @@ def _check_mask(x: Tensor, past: int) -> Spec:
 @op(inplace=(0,))
 def diag_mask_zero(x: Tensor, *, past: int = 0) -> Spec:
     """Copy x (..., M, N) f32 with zeros where column > past + row. ggml_diag_mask_zero."""
-    return _check_mask(x, past)
+    return _check_mask_input(x, past)
 
 
 @op(inplace=(0,))
 def diag_mask_inf(x: Tensor, *, past: int = 0) -> Spec:
     """Copy x (..., M, N) f32 with -inf where column > past + row. ggml_diag_mask_inf."""
-    return _check_mask(x, past)
+    return _check_mask_input(x, past)
 
 
 def _mask_kernel(fill_value):

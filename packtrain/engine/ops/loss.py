@@ -26,7 +26,7 @@ def _row_losses(logits, targets):
     return np.where(targets < 0, 0, losses), e / sum_exp
 
 
-def _is_target_largest(logits, targets):
+def _target_is_largest(logits, targets):
     target_logits = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
     return (target_logits >= logits.max(-1, keepdims=True))[..., 0] & (targets >= 0)
 
@@ -84,6 +84,7 @@ def cross_entropy_cpu(out, logits, targets, weights):
 
 
 def _targets(shape, v):
+    """Return sample targets below v, some of them none (-1), and an input leaf of their weights."""
     n = int(np.prod(shape))
     targets = (np.arange(n) * 5 + 2) % v
     targets[n // 2 :: 4] = -1 if n > 2 else targets[0]
@@ -214,6 +215,7 @@ def _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs):
 
 
 def _scale_grad(dloss: Tensor, d: Tensor) -> Tensor:
+    """Return d times the loss's gradient; d itself if that is 1."""
     return d if dloss.kind == "constant" and dloss.value == 1 else mul(d, dloss)
 
 
@@ -229,7 +231,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap
     w = arrays.floats(w)
     logits = times(x, w.T, precision) + (0 if b is None else b)
     if correct is not None:
-        correct[...] = _is_target_largest(logits, targets)
+        correct[...] = _target_is_largest(logits, targets)
     logits, slope = _softcapped_logits(logits, softcap)
     losses[...], p = _row_losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)

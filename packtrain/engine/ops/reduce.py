@@ -163,7 +163,7 @@ def cumsum_numpy(y, x, *, reverse):
     np.cumsum(x[..., direction], -1, np.float64, out=y[..., direction])
 
 
-cumsum.kernel("cpu")(compiled("reduce.running", rows, rows, "reverse"))
+cumsum.kernel("cpu")(compiled("reduce.running_sums", rows, rows, "reverse"))
 
 
 @cumsum.kernel("torch", strided=True)

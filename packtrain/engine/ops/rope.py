@@ -34,10 +34,9 @@ def rope_table(
 ) -> Spec:  # fmt: skip
     """Rotations for positions: t[..., i] = m * (cos, sin)(pos * f[i]), angles in f64.
 
-    f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided,
-    pairs from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071).
-    m = magnitude * (1 + rate * ln(1 + (pos + offset) // length)), growth = (rate, length, offset): for queries of
-    mistral3 and llama4.
+    f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided, pairs
+    from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071). m = magnitude * (1 + rate * ln(1 +
+    (pos + offset) // length)), growth = (rate, length, offset), for queries (mistral3, llama4).
 
         pos      (...)               i32
         factors  (dims / 2,)         f32, or None for 1
@@ -70,14 +69,14 @@ def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, gr
 
 
 @cache
-def _cached_frequencies(device, *options):
+def _frequencies_on_device(device, *options):
     return torch.tensor(_frequencies(None, *options).tolist(), dtype=torch.float64, device=device)
 
 
 @rope_table.kernel("torch")
 def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     pos = pos.cpu() if pos.is_mps else pos  # mps has no f64
-    frequencies = _cached_frequencies(pos.device, dims, base, divisor, blend)
+    frequencies = _frequencies_on_device(pos.device, dims, base, divisor, blend)
     if factors is not None:
         frequencies = frequencies / factors.to(pos.device)
     rate, length, offset = growth

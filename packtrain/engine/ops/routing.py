@@ -83,7 +83,7 @@ def take_numpy(y, x, ids):
 @take.kernel("cpu")
 def take_cpu(y, x, ids):
     check_ids("take", ids, x.shape[-1], min_id=0)
-    kernels.experts.take(rows(y), rows(x), rows(ids))
+    kernels.experts.take_columns(rows(y), rows(x), rows(ids))
 
 
 @take.kernel("torch")
@@ -120,7 +120,7 @@ def take_back_numpy(dx, dy, ids, *, width):
 @take_back.kernel("cpu")
 def take_back_cpu(dx, dy, ids, *, width):
     check_ids("take_back", ids, width, min_id=0)
-    kernels.experts.take_back(rows(dx), rows(dy), rows(ids))
+    kernels.experts.take_columns_back(rows(dx), rows(dy), rows(ids))
 
 
 @take_back.kernel("torch")
@@ -238,7 +238,7 @@ def experts(
     sorted_x = get_rows(reshape(x, shape=(num_tokens, x.shape[-1])), token_rows)
     if first:
         sorted_x, p = mul(sorted_x, _sort_probabilities(p, row_positions)), scale(p, by=0, bias=1)
-    activation = _clamped_swiglu if clamped else geglu if gelu else swiglu
+    activation = _gpt_oss_swiglu if clamped else geglu if gelu else swiglu
     hidden = activation(*_gate_and_up(sorted_x, row_experts, {"gate": gate, "up": up}, biases, low))
     expert_rows = product(hidden, down, low.get("down"), biases.get("down"), row_experts)
     return weighted_rows(expert_rows, row_positions, p, acc)
@@ -305,7 +305,7 @@ def _mask_groups(p: Tensor, num_groups: int, num_used: int) -> Tensor:
     return reshape(add(by_group, reshape(hidden, shape=(*hidden.shape, 1))), shape=p.shape)
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _gpt_oss_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return mul(
         gelu_quick(clamp(gate, high=LIMIT)), scale(clamp(up, low=-LIMIT, high=LIMIT), by=1, bias=1)
     )

@@ -13,8 +13,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def head_sizes(x, by_head, groups, width):
-    """Return (H, P): the number of heads, the last axis of `by_head` (..., H), and of values of a head, which x (..., H
-    P + 2 G N) has; N is `width`."""
+    """Return (H, P), heads and values of each, of by_head (..., H) and x (..., H P + 2 G N); N is `width`."""
     heads = by_head.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
@@ -238,6 +237,7 @@ ssm_scan_back.samples(gradient_samples(ssm_scan, ssm_scan_back))
 
 
 def check_lines(x: Tensor, line: Tensor, source: Tensor, target: Tensor) -> None:
+    """Check the inputs that say which line, with source and target cell, each token's sequence has."""
     Spec(x.shape[:1], i32).require(line=line)
     Spec(source.shape[:1], i32).require(source=source, target=target)
 

@@ -57,22 +57,23 @@ def short_conv_vjp(dy, y, x, w, seq):
     return short_conv_back(dy, w, seq), short_conv_back_w(dy, x, seq, taps=w.shape[1]), None
 
 
-def _run_cpu(y, x, w, seq, w_t, step):
+def _run_conv_kernel(y, x, w, seq, w_t, step):
+    """Run the compiled convolution; w_t: scratch for transposed filters, step: -1 reads rows before, 1 rows after."""
     w_t[...] = w.T
     args = arrays.rows(y), arrays.rows(x), w_t, arrays.flatten_or_absent(seq, arrays.ABSENT_IDS)
     kernels.short_conv.conv(*args, x.shape[1], step)
 
 
-def _transposed_filters(x, w, *other_inputs):
+def _transposed_filter_workspace(x, w, *other_inputs):
     return (Spec((w.shape[1], w.shape[0])),)
 
 
-short_conv.workspace("cpu")(_transposed_filters)
+short_conv.workspace("cpu")(_transposed_filter_workspace)
 
 
 @short_conv.kernel("cpu")
 def short_conv_cpu(y, x, w, seq, work):
-    _run_cpu(y, x, w, seq, work[0], -1)
+    _run_conv_kernel(y, x, w, seq, work[0], -1)
 
 
 def _convolve(y, x, w, seq, step):
@@ -106,12 +107,12 @@ def short_conv_back_vjp(ddx, dx, dy, w, seq):
     return short_conv(ddx, w, seq), short_conv_back_w(dy, ddx, seq, taps=w.shape[1]), None
 
 
-short_conv_back.workspace("cpu")(_transposed_filters)
+short_conv_back.workspace("cpu")(_transposed_filter_workspace)
 
 
 @short_conv_back.kernel("cpu")
 def short_conv_back_cpu(dx, dy, w, seq, work):
-    _run_cpu(dx, dy, w, seq, work[0], 1)
+    _run_conv_kernel(dx, dy, w, seq, work[0], 1)
 
 
 short_conv_back.kernel("torch")(short_conv_back.kernel("numpy")(partial(_convolve, step=-1)))
@@ -183,7 +184,7 @@ def short_conv_cells_numpy(y, x, w, cells):
     y[...] = (x[cells] * (cells >= 0)[..., None] * w.T).sum(1)
 
 
-short_conv_cells.workspace("cpu")(_transposed_filters)
+short_conv_cells.workspace("cpu")(_transposed_filter_workspace)
 
 
 @short_conv_cells.kernel("cpu")

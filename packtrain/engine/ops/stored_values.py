@@ -29,8 +29,7 @@ TURN, NUM_OFFSETS = 2654435761, 1 << 12  # ROW_HASH and NOISE_PERIOD of kernels.
 
 @cache
 def moved(dither: float) -> np.ndarray:
-    """Return by how much codes are moved before rounding (dithering): NUM_OFFSETS f32 within ±dither, and the first 256
-    again."""
+    """Return what is added to codes before rounding (dither): NUM_OFFSETS f32 within ±dither, the first 256 twice."""
     z = np.arange(1, NUM_OFFSETS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -84,8 +84,7 @@ def attention(out, q, k, v, *positions, scale, window, softcap):
 
 
 def _attend(y, lse, values, sinks, *score_args):
-    """Write y and lse of a span of queries, by _scores(*score_args) and `values`; both are 0 for a query without keys,
-    but lse with a sink."""
+    """Write y and lse of a span of queries, by _scores(*score_args), `values`; 0 without keys, but lse with a sink."""
     z, _ = _scores(*score_args)
     max_score = z.amax(-1, keepdim=True)
     if sinks is not None:

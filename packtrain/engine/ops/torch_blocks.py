@@ -74,6 +74,7 @@ class DeviceTable:
         self.array, self.device_tensors = array, {}
 
     def on_device(self, device):
+        """Return the table as a tensor on a device, copied there once."""
         if device not in self.device_tensors:
             number_type = np.float32 if self.array.dtype.kind == "f" else np.int64
             numbers = self.array.astype(number_type).tolist()

@@ -11,7 +11,7 @@ def _target_columns(targets):
     return targets.long().clamp(min=0)[:, None], targets < 0
 
 
-def _sum_losses(loss, losses, weights):
+def _write_weighted_sum(loss, losses, weights):
     loss.copy_((to_sum_dtype(losses) * to_sum_dtype(weights)).sum())
 
 
@@ -21,7 +21,7 @@ def cross_entropy(out, logits, targets, weights):
     logits, (target_columns, is_ignored) = rows(logits), _target_columns(targets.view(-1))
     row_losses = _exp_sums(logits.clone())[1] - logits.gather(1, target_columns)
     losses.view(-1).copy_(row_losses[:, 0].masked_fill_(is_ignored, 0))
-    _sum_losses(loss, losses, weights)
+    _write_weighted_sum(loss, losses, weights)
 
 
 def cross_entropy_back(dlogits, dloss, logits, targets, weights):
@@ -47,8 +47,7 @@ def _logit_grads(p, target_columns, is_ignored, weights):
 def linear_cross_entropy(
     out, x, w, targets, weights, b, *, chunk, softcap, precision, kernel=None, unpack_size=CHUNK
 ):
-    """Run linear_cross_entropy into `out`, its results, by chunks of rows; packed w is unpacked `unpack_size` values at
-    a time.
+    """Run linear_cross_entropy into `out`, by chunks of rows; packed w is unpacked by `unpack_size` values.
 
     kernel  computes losses of logits and writes gradients over the logits; None: `_torch_losses`
     """
@@ -64,7 +63,7 @@ def linear_cross_entropy(
     for row_start, row_end in torch_kernels.chunk_bounds(len(flat_inputs[0]), chunk, x):
         row_slices = (None if t is None else t[row_start:row_end] for t in row_inputs)
         _head(kernel or _torch_losses, unpack_size, *row_slices, dw, db, w, b, softcap, precision)
-    _sum_losses(loss, losses, weights)
+    _write_weighted_sum(loss, losses, weights)
 
 
 def triton_linear_cross_entropy(out, *args, **attrs):

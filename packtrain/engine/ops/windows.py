@@ -16,6 +16,7 @@ Pair = tuple[int, int]
 
 
 def _out(n: int, k: int, stride: int, pad: int, dilation: int = 1) -> int:
+    """Return how many windows of size k an axis of n has."""
     return (n + 2 * pad - dilation * (k - 1) - 1) // stride + 1
 
 

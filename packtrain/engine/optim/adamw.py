@@ -43,6 +43,7 @@ class AdamW(Optimizer):
     away: bool = field(default=False, kw_only=True)  # moments live in another memory than weights
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
+        """Return the numbers of step t for the optimizer's op: rate, betas, eps, decay, bias corrections."""
         corrections = 1 - self.beta1**t, 1 - self.beta2**t
         return lr, self.beta1, self.beta2, self.eps, self.weight_decay, *corrections
 

@@ -44,11 +44,11 @@ def training_graph(
     if max_norm is None:
         differentiate(loss, list(trained), keep, builder.measure_and_apply, inner)
     elif two_pass:
-        sinks = builder.measure, builder.apply
+        sinks = builder.add_squares_of, builder.write_update
         differentiate_twice(loss, list(trained), *two_pass, keep, *sinks, inner)
     else:
-        for w, g in differentiate(loss, list(trained), keep, builder.measure, inner).items():
-            builder.apply(w, g)
+        for w, g in differentiate(loss, list(trained), keep, builder.add_squares_of, inner).items():
+            builder.write_update(w, g)
     return Graph({**outputs, "squares": named("squares", builder.squares[-1])}, builder.handles)
 
 
@@ -61,10 +61,10 @@ def measuring_graph(
     _check_trained(trained)
     squares = list[Tensor]()
 
-    def measure(w: Tensor, g: Tensor) -> None:
+    def add_squares_of(w: Tensor, g: Tensor) -> None:
         _add_squares(squares, g)
 
-    differentiate(outputs["loss"], list(trained), keep, measure, inner)
+    differentiate(outputs["loss"], list(trained), keep, add_squares_of, inner)
     return Graph({**outputs, "squares": named("squares", squares[-1])})
 
 
@@ -77,7 +77,7 @@ def applying_graph(
     _check_trained(trained)
     builder = _UpdateBuilder(optimizer, outputs["loss"], max_norm, max_value)
     builder.squares.append(input("squares", ()))
-    differentiate(outputs["loss"], list(trained), keep, builder.apply, inner)
+    differentiate(outputs["loss"], list(trained), keep, builder.write_update, inner)
     return Graph(outputs, builder.handles)
 
 
@@ -129,11 +129,11 @@ def update_graph(
     local_sum_pairs = [sum_pair for sum_pair in local_sums.values() if sum_pair is not None]
     full_sums = [(w, _gradient_sum(w)) for w, sum_pair in local_sums.items() if sum_pair is None]
     for w, g in local_sum_pairs:
-        builder.measure(w, g)
+        builder.add_squares_of(w, g)
     if local_sum_pairs:
         builder.squares.append(over_ranks.all_reduce(builder.squares[-1]))
     for w, g in full_sums:
-        builder.measure(w, g)
+        builder.add_squares_of(w, g)
     local_full_sums = full_sums if share is None else over_ranks.local_parts(full_sums, share)
     extra_outputs, handles = builder.measured_update([*local_sum_pairs, *local_full_sums])
     return Graph({"squares": named("squares", builder.squares[-1]), **extra_outputs}, handles)
@@ -169,24 +169,25 @@ class _UpdateBuilder:
         self.handles: list[Tensor] = []
         self.clip_gate: Tensor | None = None
 
-    def measure(self, w: Tensor, g: Tensor) -> None:
+    def add_squares_of(self, w: Tensor, g: Tensor) -> None:
         _add_squares(self.squares, g)
 
     def measured_update(self, pairs: Iterable[Pair]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        return self.optimizer.measured(*self._clipped(pairs, self._make_clip_gate()))
+        return self.optimizer.measured(*self._clip_pairs(pairs, self._make_clip_gate()))
 
-    def apply(self, w: Tensor, g: Tensor) -> None:
+    def write_update(self, w: Tensor, g: Tensor) -> None:
         self.clip_gate = self.clip_gate or self._make_clip_gate()
         self._update([(w, g)], self.clip_gate)
 
     def measure_and_apply(self, w: Tensor, g: Tensor) -> None:
-        self.measure(w, g)
+        self.add_squares_of(w, g)
         self._update([(w, g)], self._make_clip_gate())
 
     def _update(self, pairs: Iterable[Pair], gate: Tensor) -> None:
-        self.handles.extend(self.optimizer.updates(*self._clipped(pairs, gate)))
+        self.handles.extend(self.optimizer.updates(*self._clip_pairs(pairs, gate)))
 
-    def _clipped(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], StepInputs]:
+    def _clip_pairs(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], StepInputs]:
+        """Return pairs (weight, gradient), clipped by value if asked for, and the other inputs of the update."""
         if self.max_value is not None:
             max_value, factor = self.max_value, gate
             pairs = (

@@ -244,7 +244,7 @@ def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
 lbfgs_dots.cost(lambda out, g, s, *inputs: Cost({"exp": 0.25 * out.spec.size * g.spec.size}))
 
 
-def _sample_numbers(phase, m, i=0, length=0.0):
+def _numbers_constant(phase, m, i=0, length=0.0):
     return constant("numbers", np.array([phase, i, length, *(0.5 - 0.3 * np.arange(2 * m + 1))]))
 
 
@@ -256,7 +256,7 @@ def opt_step_lbfgs_samples():
     ):  # fmt: skip
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
-        numbers = _sample_numbers(phase, m, m - 1, 0.5)
+        numbers = _numbers_constant(phase, m, m - 1, 0.5)
         yield from opt_step_lbfgs(weight("w", shape), input("g", shape), s, y, p, numbers)
 
 
@@ -266,6 +266,6 @@ def lbfgs_dots_samples():
     for phase, m, shape in cases:
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
-        yield lbfgs_dots(input("g", shape), s, y, p, _sample_numbers(phase, m))
+        yield lbfgs_dots(input("g", shape), s, y, p, _numbers_constant(phase, m))
     vectors = input("g", (5,)), state("s", (1, 5)), state("y", (1, 5)), state("p", (5,))
-    yield lbfgs_dots(*vectors, _sample_numbers(SLOPE, 1), input("acc", (3, 2)))
+    yield lbfgs_dots(*vectors, _numbers_constant(SLOPE, 1), input("acc", (3, 2)))

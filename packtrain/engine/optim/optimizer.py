@@ -108,8 +108,7 @@ class Optimizer:
     def measured(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Write the updates for a graph of their own; return ({name: extra output}, [updated leaves]): `drive` reads
-        the extra outputs to run the step."""
+        """Write updates as a graph; return ({name: extra output}, [updated leaves]); `drive` reads extra outputs."""
         return {}, list(self.updates(pairs, step_inputs))
 
     def drive(self, step: StepRunner, t: int, lr: float) -> Values:

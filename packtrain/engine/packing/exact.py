@@ -62,14 +62,13 @@ def lower(
     start: Ints, end: Ints, size: Ints, offsets: Ints, bound: int, target_height: int = 0,
     clock: SearchClock = UNLIMITED_CLOCK,
 ) -> Iterator[tuple[Ints, bool]]:  # fmt: skip
-    """Yield packings of ever fewer bytes than `offsets`, each as (offsets, whether it is proved optimal); buffers as in
-    `pack`.
+    """Yield packings of fewer bytes than `offsets`: (offsets, whether proved optimal); buffers as in `pack`.
 
     bound          lower bound of the bytes
     target_height  bytes at which to stop
     clock          when to stop; a limited clock replaces the limit on work
     """
-    if not can_load(clock):
+    if not has_time_to_load(clock):
         return
     unit = int(np.gcd.reduce(size))
     columns = start, end, size, offsets, unit
@@ -94,7 +93,7 @@ def lower(
             yield offsets.copy(), is_proved
 
 
-def can_load(clock: SearchClock) -> bool:
+def has_time_to_load(clock: SearchClock) -> bool:
     """Whether enough time is left to load the search's kernels; compiling them first needs more."""
     if kernels.is_loaded("packing"):
         return not clock.is_over
@@ -109,7 +108,7 @@ def _split_parts(start: Ints, end: Ints) -> list[Ints]:
     return np.split(order, np.flatnonzero(is_cut) + 1)
 
 
-def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+def _life_sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
     """Return each buffer's first section and one past its last: the kernel searches by sections instead of steps. A
     section is an instant just before a buffer ends, if one has started since the last section: any two buffers that
     overlap do so in a section, and no section's buffers are a subset of another's."""
@@ -154,8 +153,7 @@ class _PackingPart:
         return self.height <= self.min_height
 
     def lower_once(self, bound: int, target_height: int, budget: _WorkBudget) -> None:
-        """Search for fewer bytes once: at `target_height`, else at the bound and by bisection above it. Then double the
-        work limit for the next time."""
+        """Search for fewer bytes at `target_height`, else at the bound, then by bisection; double the work limit."""
         self.min_height = max(self.min_height, bound)
         if self.min_height <= target_height < self.height:
             self._search_height(target_height, self.work_limit, budget)
@@ -189,8 +187,8 @@ class _PackingPart:
         columns = {"W": -width, "A": -width * self.size}
         rank_columns, order_columns = by
         order = np.lexsort([columns[k] for k in reversed(order_columns)] or [np.arange(len(width))])
-        first_section, last_section = _sections(self.start, self.end)
-        rank = _dense_ranks([columns[k][order] for k in rank_columns], len(width))
+        first_section, last_section = _life_sections(self.start, self.end)
+        rank = _row_ranks([columns[k][order] for k in rank_columns], len(width))
         buffers = np.stack((first_section[order], last_section[order], self.size[order], rank))
         n = len(order)
         offsets, stack = np.zeros((2, n), np.int64), np.empty(min(3 * n * (n + 2), ROOM), np.int64)
@@ -212,8 +210,7 @@ class _PackingPart:
 
 
 def run_until(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
-    """Call `run_search` in a thread; stop it when the clock is over, by limits[1] = 1, which it reads. Return its
-    status, such as exact.SOLVED."""
+    """Call `run_search` in a thread, stopped by limits[1] = 1 when the clock is over; return its status, as SOLVED."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run_search)
         try:
@@ -224,7 +221,7 @@ def run_until(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -
         return future.result()
 
 
-def _dense_ranks(columns: list[Ints], num_rows: int) -> Ints:
+def _row_ranks(columns: list[Ints], num_rows: int) -> Ints:
     """Return ranks 0, 1, … of rows by several columns, int64 (rows,); equal rows have equal ranks."""
     if not columns:
         return np.zeros(num_rows, np.int64)

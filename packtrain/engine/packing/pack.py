@@ -75,7 +75,7 @@ def packings(
     now            returns the time in seconds
     """
     clock = SearchClock(seconds, now)
-    start, end, size = _check_columns(start, end, size)
+    start, end, size = _checked_lives(start, end, size)
     bound, peak_step = lower_bound(start, end, size)
     best: Packing | None = None
     for offsets in _heuristic_offsets(start, end, size, clock):
@@ -91,8 +91,7 @@ def packings(
 
 
 def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
-    """Return the most bytes alive at once, and the first step at which they are: no packing can need less. Buffers have
-    `size` bytes in steps [start, end), as in all functions here."""
+    """Return the most bytes alive at once, a lower bound, and the first such step; buffers live in [start, end)."""
     if not len(size):
         return 0, 0
     times, nbytes = alive_nbytes(start, end, size)
@@ -123,7 +122,7 @@ def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -
     if clock.is_limited:
         yield shelves(start, end, size)
     orders = _packer_orders(start, end, size)
-    if len(size) > MIN_COMPILED_BUFFERS and exact.can_load(clock):
+    if len(size) > MIN_COMPILED_BUFFERS and exact.has_time_to_load(clock):
         yield from _compiled_offsets(orders, np.stack((start, end, size), 1), clock)
         return
     for packer, keys in orders:
@@ -236,8 +235,7 @@ def skyline(
 def _compiled_offsets(
     orders: Iterable[tuple[Packer, tuple[Ints, ...]]], lives: Ints, clock: SearchClock
 ) -> Iterator[Ints]:
-    """Yield offsets of `lives` (n, 3), start, end, size, by each (heuristic, sort keys), in parallel while time is
-    left."""
+    """Yield offsets of `lives` (n, 3), start, end, size, by each (heuristic, sort keys), in parallel, until timeout."""
     jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
         futures = [
@@ -270,7 +268,7 @@ def run_compiled(
     return packed_offsets[positions] if is_solved else None
 
 
-def _check_columns(
+def _checked_lives(
     start: npt.ArrayLike, end: npt.ArrayLike, size: npt.ArrayLike
 ) -> tuple[Ints, Ints, Ints]:
     columns = [np.asarray(column, np.int64) for column in (start, end, size)]

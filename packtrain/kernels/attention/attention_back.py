@@ -16,7 +16,7 @@ lse = ln(1 + 3) = ln 4; with them each block of keys can be computed by itself:
 """
 
 from packtrain.kernels.attention.flash_attention import (
-    num_active_keys, pack, packed_rows, queries_in_block,
+    num_active_keys, pack_transposed, packed_rows, queries_in_block,
 )  # fmt: skip
 from packtrain.kernels.attention.key_blocks import (
     KEYS, LOG2E, SERIAL, STATE, clear_rows, exp2, larger, softcap,
@@ -82,13 +82,13 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
     (S, K), G = k.shape[1:3], dk.shape[2]
     num_q = min(queries_in_block(D), T - first_query)
     lanes = -(-num_q // LANES) * LANES
-    q_columns, dy_columns = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
+    q_columns, dy_columns = (on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes))
     p, ds = on_stack(KEYS * lanes), on_stack(KEYS * lanes)
     query_ranges, state = scratch(PLACES), scratch(STATE)
     offset, q_stride, k_stride = ((b * T + first_query) * H + h) * D, H * D, K * D
     q_rows, dy_rows, dq_rows = address(q, offset), address(dy, offset), address(dq, offset)
-    pack(q_columns, lanes, q_rows, q_stride, num_q, D, scale * LOG2E)
-    pack(dy_columns, lanes, dy_rows, q_stride, num_q, D, scale)
+    pack_transposed(q_columns, lanes, q_rows, q_stride, num_q, D, scale * LOG2E)
+    pack_transposed(dy_columns, lanes, dy_rows, q_stride, num_q, D, scale)
     lse_ptr = address(lse, (b * H + h) * T + first_query)
     init_softmax_back(state, dy_rows, address(y, offset), q_stride, lse_ptr, num_q, lanes, D, scale)
     query_span = write_query_ranges(query_ranges, q_pos, q_seq, b, first_query, num_q, window)

@@ -6,7 +6,7 @@ head width; many go in blocks, as in `flash_attention`.
 """
 
 from packtrain.kernels.attention.flash_attention import (
-    begin, finish, pack, packed_rows, queries_in_block, soften,
+    begin_softmax, finish_softmax, online_softmax, pack_transposed, packed_rows, queries_in_block,
 )  # fmt: skip
 from packtrain.kernels.attention.key_blocks import (
     KEYS, LOG2E, LOWEST, STATE, WIDEST, clear_rows, exp2, larger, softcap,
@@ -59,12 +59,12 @@ def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
 
 
 @part("i64(ints2, i64, i64, ints1, i64)")
-def first_cell_at(order, cell_row, num_cells, pos, min_position):
-    """Return the first i < num_cells with pos[order[cell_row, i]] >= min_position, else num_cells: a binary search."""
+def first_cell_at(order, cell_row, num_cells, k_pos, min_position):
+    """Return the first i < num_cells with k_pos[order[cell_row, i]] >= min_position, else num_cells, by bisection."""
     low_index, high_index = i64(0), num_cells
     while low_index < high_index:
         middle = (low_index + high_index) // 2
-        if i64(pos[order[cell_row, middle]]) < min_position:
+        if i64(k_pos[order[cell_row, middle]]) < min_position:
             low_index = middle + 1
         else:
             high_index = middle
@@ -177,9 +177,9 @@ def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_quer
     scores, head_buffer = on_stack(KEYS * lanes), on_stack(KEYS * D)
     query_ranges, sums, lse = scratch(PLACES), scratch(STATE), scratch(QUERIES)
     offset = (first_query * H + h) * D
-    pack(q_columns, lanes, address(q, offset), H * D, num_queries, D, f32(scale * LOG2E))
+    pack_transposed(q_columns, lanes, address(q, offset), H * D, num_queries, D, f32(scale * LOG2E))
     min_pos, max_pos = write_cell_ranges(query_ranges, q_pos, first_query, num_queries, window)
-    begin(sums, mixed, lanes, D, sinks, h)
+    begin_softmax(sums, mixed, lanes, D, sinks, h)
     num_cells = i64(counts[cell_row])
     cell_start = first_cell_at(order, cell_row, num_cells, k_pos, earliest(min_pos, window))
     cell_stop = first_cell_at(order, cell_row, num_cells, k_pos, max_pos + 1)
@@ -190,10 +190,10 @@ def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_quer
         if cap > 0:
             softcap(scores, block_keys * lanes, cap * LOG2E)
         hide_after(scores, lanes, query_ranges, k_pos, order, cell_row, block_start, block_keys)
-        soften(scores, lanes, block_keys, sums, mixed, D)
+        online_softmax(scores, lanes, block_keys, sums, mixed, D)
         gather_heads(head_buffer, v, head, D, order, cell_row, block_start, block_keys)
         columns_product(D, lanes, block_keys, mixed, lanes, head_buffer, D, scores, lanes, True)
-    finish(address(y, offset), H * D, lse, num_queries, sums, mixed, lanes, D)
+    finish_softmax(address(y, offset), H * D, lse, num_queries, sums, mixed, lanes, D)
 
 
 @kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64")

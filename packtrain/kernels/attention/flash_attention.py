@@ -23,7 +23,7 @@ from packtrain.kernels.simd.simd_f32 import (
 
 @part("i64(i64)")
 def packed_rows(head_width):
-    """Return the number of rows that `pack` writes for a head width."""
+    """Return the number of rows that pack_transposed writes for heads of head_width values."""
     return -(-head_width // LANES) * LANES
 
 
@@ -34,7 +34,7 @@ def queries_in_block(head_width):
 
 
 @kernel("i64, i64, i64, i64, i64, i64, f32")
-def pack(columns, lanes, x, stride, num_rows, width, factor):
+def pack_transposed(columns, lanes, x, stride, num_rows, width, factor):
     """columns (width, lanes) = factor * x.T at addresses; x (num_rows, width), rows `stride` f32 apart; then zeros."""
     for d in range(0, width, LANES):
         for i in range(0, lanes, LANES):
@@ -45,7 +45,7 @@ def pack(columns, lanes, x, stride, num_rows, width, factor):
 
 
 @kernel("i64, i64, i64, i64, i64, i64")
-def soften(scores, lanes, count, sums, value_columns, width):
+def online_softmax(scores, lanes, count, sums, value_columns, width):
     """Do a step of the online softmax: scores become powers relative to the new maximum, sums so far are rescaled.
 
     max = max(old max, scores), scores = 2**(scores - max), decay = 2**(old max - max),
@@ -79,8 +79,8 @@ def soften(scores, lanes, count, sums, value_columns, width):
 
 
 @kernel("i64, i64, i64, i64, in1, i64")
-def begin(sums, value_columns, lanes, width, sinks, h):
-    """Set `sums` and value_columns (addresses, see soften) to those of no key, or of head h's sink, without value."""
+def begin_softmax(sums, value_columns, lanes, width, sinks, h):
+    """Set `sums`, value_columns (see online_softmax) to those of no key, or of head h's sink, which has no value."""
     initial_max = f32(sinks[h] * LOG2E) if sinks.size else f32(LOWEST)
     for i in range(0, lanes, LANES):
         store(sums, i, splat(initial_max))
@@ -90,12 +90,12 @@ def begin(sums, value_columns, lanes, width, sinks, h):
 
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, i64")
-def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
+def finish_softmax(y, stride, lse, num_rows, sums, value_columns, lanes, width):
     """y = value_columns transposed / sum, lse = ln(2) * max + log(sum); both 0 for a query without keys.
 
     y              (num_rows, width)  f32 at an address, rows `stride` f32 apart
     lse            (num_rows,)        f32 at an address
-    value_columns  (width, lanes)     f32 at an address, and `sums`: as soften leaves them
+    value_columns  (width, lanes)     f32 at an address, and `sums`: as online_softmax leaves them
     """
     for i in range(0, lanes, LANES):
         exp_sum = load(sums, QUERIES + i)  # 0, at least 1, or NaN
@@ -127,9 +127,9 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
     scores, head_buffer = on_stack(KEYS * lanes), on_stack(head_buffer_size(k, D))
     query_ranges, sums = scratch(PLACES), scratch(STATE)
     offset = ((b * T + first) * H + h) * D
-    pack(q_columns, lanes, address(q, offset), H * D, num_queries, D, scale * LOG2E)
+    pack_transposed(q_columns, lanes, address(q, offset), H * D, num_queries, D, scale * LOG2E)
     query_span = write_query_ranges(query_ranges, q_pos, q_seq, b, first, num_queries, window)
-    begin(sums, mixed, lanes, D, sinks, h)
+    begin_softmax(sums, mixed, lanes, D, sinks, h)
     for key_start in range(0, keys, KEYS):
         block_keys = min(KEYS, keys - key_start)
         visibility = sight(query_span, k_pos, k_seq, b, key_start, block_keys)
@@ -142,11 +142,11 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
             softcap(scores, block_keys * lanes, cap * LOG2E)
         if visibility == SOME_VISIBLE:
             mask_scores(scores, lanes, query_ranges, k_pos, k_seq, b, key_start, block_keys)
-        soften(scores, lanes, block_keys, sums, mixed, D)
+        online_softmax(scores, lanes, block_keys, sums, mixed, D)
         value, row_stride = load_heads(v, key_offset, block_keys, D, head_buffer)
         columns_product(D, lanes, block_keys, mixed, lanes, value, row_stride, scores, lanes, True)
     lse_ptr = address(lse, (b * H + h) * T + first)
-    finish(address(y, offset), H * D, lse_ptr, num_queries, sums, mixed, lanes, D)
+    finish_softmax(address(y, offset), H * D, lse_ptr, num_queries, sums, mixed, lanes, D)
 
 
 @kernel("i64(i64, ints1, i64)")

@@ -47,6 +47,7 @@ def softcap(scores, num_scores, cap):
 
 @kernel("i64, i64, i64, i64")
 def clear_rows(x, stride, num_rows, width):
+    """Set num_rows rows of `width` f32 at address x, `stride` f32 apart, to zero."""
     for i in range(num_rows):
         for d in range(0, width, LANES):
             store_part(x, i * stride + d, splat(0.0), width - d)
@@ -59,11 +60,11 @@ def head_buffer_size(x, width):
 
 
 @kernel("UniTuple(i64, 2)(bytes4, i64, i64, i64, i64)")
-def load_heads(x, at, num_heads, width, scratch_address):
-    """Return (address, row stride) of num_heads f32 heads, from element `at` of x: in place, or copied to scratch."""
+def load_heads(x, start, num_heads, width, scratch_address):
+    """Return (address, row stride) of num_heads f32 heads of x from element `start` on: in place, or in scratch."""
     base_ptr, row_stride = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
-        return base_ptr + 4 * at, row_stride
+        return base_ptr + 4 * start, row_stride
     for j in range(num_heads):
-        unpack_f16(scratch_address + 4 * j * width, base_ptr + 2 * (at + j * row_stride), width)
+        unpack_f16(scratch_address + 4 * j * width, base_ptr + 2 * (start + j * row_stride), width)
     return scratch_address, width

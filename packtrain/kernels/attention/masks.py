@@ -29,9 +29,9 @@ def poke_int(builder, y, i, value):
 
 
 @instruction(f32x16, f32x16, i64, i64, i64, i64)
-def shown(builder, score, places, i, *key):
-    """Return scores of queries i … i + 15 for a key (position, sequence), -inf where `places`, an address, hides it."""
-    base = builder.inttoptr(places, POINTER)
+def visible_scores(builder, score, ranges, i, *key):
+    """Return scores of queries i … i + 15 for a key (position, sequence), -inf where `ranges`, an address, hides it."""
+    base = builder.inttoptr(ranges, POINTER)
     position, sequence = (spread(builder, builder.trunc(k, I32), BITS) for k in key)
     is_visible = None
     for number, (sign, value) in enumerate((("<=", position), ("==", sequence), (">=", position))):
@@ -51,10 +51,10 @@ def earliest(position, window):
 
 
 @kernel("span_type(i64, ints2, ints2, i64, i64, i64, i64)")
-def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window):
-    """Write position, sequence, first visible position of num_queries queries, from first_query of row b, to `places`.
+def write_query_ranges(ranges, q_pos, q_seq, b, first_query, num_queries, window):
+    """Write position, sequence, first visible position of num_queries queries, from first_query of row b, to `ranges`.
 
-    places  (3, QUERIES)  i32 at an address; lanes beyond the queries see no key
+    ranges  (3, QUERIES)  i32 at an address; lanes beyond the queries see no key
 
     Returns the block's span: least and largest position, least and largest sequence, and the window.
     """
@@ -66,35 +66,35 @@ def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window
             sequence = i64(q_seq[b, first_query + i]) if q_seq.size else 0
             min_pos, max_pos = min(min_pos, position), max(max_pos, position)
             min_seq, max_seq = min(min_seq, sequence), max(max_seq, sequence)
-        poke_int(places, i, position)
-        poke_int(places, QUERIES + i, sequence)
-        poke_int(places, 2 * QUERIES + i, earliest(position, window))
+        poke_int(ranges, i, position)
+        poke_int(ranges, QUERIES + i, sequence)
+        poke_int(ranges, 2 * QUERIES + i, earliest(position, window))
     return min_pos, max_pos, min_seq, max_seq, window
 
 
 @kernel("UniTuple(i64, 2)(i64, ints1, i64, i64, i64)")
-def write_cell_ranges(places, q_pos, first_query, num_queries, window):
-    """Write `places` as write_query_ranges does, for one sequence of a KV cache; returns least and largest position."""
+def write_cell_ranges(ranges, q_pos, first_query, num_queries, window):
+    """Write `ranges` as write_query_ranges does, for one sequence of a KV cache; returns least and largest position."""
     min_pos, max_pos = BEYOND, MIN_POSITION
     for i in range(QUERIES):
         position = MIN_POSITION
         if i < num_queries:
             position = i64(q_pos[first_query + i])
             min_pos, max_pos = min(min_pos, position), max(max_pos, position)
-        poke_int(places, i, position)
-        poke_int(places, QUERIES + i, 0)
-        poke_int(places, 2 * QUERIES + i, earliest(position, window))
+        poke_int(ranges, i, position)
+        poke_int(ranges, QUERIES + i, 0)
+        poke_int(ranges, 2 * QUERIES + i, earliest(position, window))
     return min_pos, max_pos
 
 
 @kernel("i64, i64, i64, ints1, ints2, i64, i64, i64")
-def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
-    """Set scores (count, lanes), at an address, of cells order[row, first_cell …] to -inf where `places` hides them."""
+def hide_after(scores, lanes, ranges, k_pos, order, row, first_cell, count):
+    """Set scores (count, lanes), at an address, to -inf where `ranges` hides cells order[row, first_cell …]."""
     for j in range(count):
         position = i64(k_pos[order[row, first_cell + j]])
         for i in range(0, lanes, LANES):
             offset = j * lanes + i
-            store(scores, offset, shown(load(scores, offset), places, i, position, 0))
+            store(scores, offset, visible_scores(load(scores, offset), ranges, i, position, 0))
 
 
 @kernel("i64(span_type, ints2, ints2, i64, i64, i64)")
@@ -117,11 +117,11 @@ def sight(query_span, k_pos, k_seq, b, first_key, count):
 
 
 @kernel("i64, i64, i64, ints2, ints2, i64, i64, i64")
-def mask_scores(scores, lanes, places, k_pos, k_seq, b, first_key, count):
-    """Set scores (count, lanes), at an address, of keys first_key … of row b to -inf where `places` hides them."""
+def mask_scores(scores, lanes, ranges, k_pos, k_seq, b, first_key, count):
+    """Set scores (count, lanes), at an address, to -inf where `ranges` hides keys first_key … of row b."""
     for j in range(count):
         position = i64(k_pos[b, first_key + j]) if k_pos.size else first_key + j
         sequence = i64(k_seq[b, first_key + j]) if k_seq.size else 0
         for i in range(0, lanes, LANES):
             at = j * lanes + i
-            store(scores, at, shown(load(scores, at), places, i, position, sequence))
+            store(scores, at, visible_scores(load(scores, at), ranges, i, position, sequence))

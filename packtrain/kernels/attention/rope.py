@@ -34,18 +34,18 @@ odds = pick_lanes([2 * i + 1 for i in range(LANES)], 2)
     "out3, ints1, doubles1, f64, f64, i64, i64", lambda angle_table, pos: (pos.size, 2 * angle_table.shape[1]),
     serial=SERIAL // 8,
 )  # fmt: skip
-def table(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_index):
+def table(angle_table, pos, inv_freq, magnitude, growth_rate, length, offset, row_index):
     """angle_table[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
-    scale = magnitude * (1 + rate * ln(1 + (pos[i] + offset) // length))
+    scale = magnitude * (1 + growth_rate * ln(1 + (pos[i] + offset) // length))
 
     pos          (N,)         i32
     inv_freq     (R / 2,)     f64
     angle_table  (N, R/2, 2)  f32
     """
     scale = magnitude
-    if rate != 0:  # otherwise positions may be negative
-        scale *= 1.0 + rate * math.log1p(f64((pos[row_index] + offset) // length))
+    if growth_rate != 0:  # otherwise positions may be negative
+        scale *= 1.0 + growth_rate * math.log1p(f64((pos[row_index] + offset) // length))
     for j in range(inv_freq.size):
         angle = f64(pos[row_index]) * inv_freq[j]
         angle_table[row_index, j, 0] = f32(scale * math.cos(angle))
@@ -67,7 +67,7 @@ def rotate_pairs(y, x, angles, width, inverse):
 
 @part("i64, i64, i64, i64, boolean")
 def rotate_halves(y, x, angles, width, inverse):
-    """Rotate pairs (i, i + width / 2) of f32 at address x to y by (cos, sin) at `angles`, or back if `inverse`."""
+    """Rotate pairs (i, i + width / 2) at address x to y by (cos, sin) at `angles`, or back if `inverse`."""
     half_width = width // 2
     for i in range(0, half_width, LANES):
         num_left = half_width - i

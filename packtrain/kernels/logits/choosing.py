@@ -192,7 +192,7 @@ def multiply_high(a, b):
 
 @kernel("f64(i64, i64)")
 def uniform(seed, index):
-    """Return the first number of NumPy's Generator(Philox(key=seed, counter=index)).random()."""
+    """Return the first number in [0, 1) of NumPy's Generator(Philox(key=seed, counter=index)).random()."""
     a, b, c, d = u64(index) + u64(1), u64(0), u64(0), u64(0)
     k0, k1 = u64(seed), u64(0)
     for _ in range(PHILOX_ROUNDS):
@@ -204,7 +204,7 @@ def uniform(seed, index):
 
 @kernel("i64(in2, i64, i64, f64, f64)")
 def count_after_cutoffs(x, row, num_candidates, top_p, min_p):
-    """Return how many of the sorted candidates top-p and min-p leave."""
+    """Return how many of row `row`'s num_candidates sorted candidates, logits x, top-p and min-p leave."""
     if top_p < 1.0:
         exp_sum = 0.0
         for j in range(num_candidates):
@@ -224,7 +224,7 @@ def count_after_cutoffs(x, row, num_candidates, top_p, min_p):
 
 @kernel("out_ints1, ints2, in2, doubles2, longs2")
 def draw(y, ids, x, sampling_params, counts):
-    """Draw one candidate of each row, see ops.choosing.draw.
+    """Draw one candidate of each row by temperature, top-k, top-p and min-p, see ops.choosing.draw.
 
     ids, x   (N, k)  i32, f32, the largest first
     sampling_params  (N, 3)  f64: temperature, top-p, min-p

@@ -42,7 +42,7 @@ def slice_rows(C):
 
 @part("i64(i64)")
 def max_x_rows(num_w_rows):
-    """Return how many rows of x go at once with num_w_rows rows of w: whole tiles, at most LOGITS logits."""
+    """Return how many rows of x meet num_w_rows rows of w at once: whole tiles, for at most LOGITS logits."""
     return LOGITS // num_w_rows // STEPS * STEPS
 
 
@@ -60,7 +60,7 @@ def pack_x(panels, x, row_ids, num_rows, tile_index):
         copy(address(flat_ptr, i * C), x_row, C)
     pack_rows(address(panels, first_row // LANES * line(C)), line(C), flat_ptr, 0, C, C, count, 1)
     start = first_row // block_rows * block_rows
-    line_stride, size = line(min(num_rows - start, block_rows)), panels.shape[1] * panels.shape[2]
+    line_stride, size = (line(min(num_rows - start, block_rows)), panels.shape[1] * panels.shape[2])
     panel_offset = size // 2 + start * panels.shape[2] // 2 + (first_row - start) // STEPS * TILE
     pack_columns(address(panels, panel_offset), line_stride, flat_ptr, 0, C, count, C, 1)
 
@@ -165,7 +165,7 @@ def row_loss(losses, right, part_stats, targets, head_args, at):
 
 @kernel("out2, out2, out1, out3, out3, i64, out_ints1, out1, chunk_args_type, i64")
 def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
-    """Compute all gradients from part `number` of the vocabulary: dw, db, and its share of dx, sums[number]."""
+    """Compute gradients from part `number` of the vocabulary: dw, db, and its share of dx, sums[number]."""
     (row_ids, lse, cap, num_rows, is_later, qtype, w, bias), ld = head_args, slice_rows(C)
     for_logits, for_dx, logits_ptr = scratch(SLICE_BUFFER), scratch(SLICE_BUFFER), scratch(LOGITS)
     d, padded_width = scratch(BF16_LOGITS_BUFFER), panels.shape[2]
@@ -187,7 +187,7 @@ def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
                 by_tiles(block_rows, C, d, for_dx, line(width), col0 > part_start, target, C, 1)
             if dw.size:
                 pack_rows(d, line(block_rows), logits_ptr, 1, ld, block_rows, width, 1)
-                x, add = address(panels, size_x // 2 + row0 * padded_width // 2), is_later or row0
+                x, add = (address(panels, size_x // 2 + row0 * padded_width // 2), is_later or row0)
                 by_tiles(width, C, d, x, line(block_rows), add, address(dw, col0 * C), C, 1)
 
 

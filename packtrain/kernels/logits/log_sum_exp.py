@@ -85,9 +85,9 @@ def weighted_sum(loss, losses, weights):
 
 @kernel("out1, i64, i64, i64, i64, i64, i64, i64, f32, out_ints1, out1")
 def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targets, weights):
-    """Overwrite logits (num_rows, num_columns), at an address, rows ld f32 apart, columns from start, with gradients.
+    """Overwrite logits (num_rows, num_columns), columns from `start` of the vocabulary, with gradients of the loss.
 
-    Adds the columns' sums to db, unless it is empty. row_ids, of rows as f32, and lse are addresses.
+    Adds columns' sums to db, unless empty. Addresses: logits, rows `ld` f32 apart; row_ids, f32; lse. cap: the softcap.
     """
     for i in range(num_rows):
         at, row = address(logits, i * ld), i64(peek(row_ids, i))

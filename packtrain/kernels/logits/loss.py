@@ -23,7 +23,8 @@ row_state_type = Tuple((i64, f32, i64, i64, i64, i64))
 
 
 @kernel("out1, out2, out_ints1, i64")
-def row_loss(losses, logits, targets, i):
+def write_row_loss(losses, logits, targets, i):
+    """Write the loss of row i of logits, log-sum-exp less the target's logit; 0 without a target."""
     target, V = i64(targets[i]), logits.shape[1]
     losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
 
@@ -37,7 +38,7 @@ def cross_entropy(loss, losses, logits, targets, weights):
         loss (1,), losses (N,), logits (N, V), targets (N,) int32, weights (N,)
     """
     N, V = logits.shape
-    each_if_large(N * V >= SERIAL, row_loss, (losses, logits, targets), N)
+    each_if_large(N * V >= SERIAL, write_row_loss, (losses, logits, targets), N)
     weighted_sum(loss, losses, weights)
 
 
@@ -90,7 +91,8 @@ def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
 
 
 @part("i64(i64, i64, i64)")
-def slices_in_part(num_columns, width, num_parts):
+def num_slices_in_part(num_columns, width, num_parts):
+    """Return how many slices of `width` columns each of num_parts parts of num_columns has."""
     num_slices = -(-num_columns // width)
     return -(-num_slices // num_parts)
 
@@ -125,7 +127,7 @@ def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
 def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state, width, number):
     """Compute all gradients from part `number` of V, by slices of `width`: d_logits, dw, db, its share of dx: sums."""
     V, bf16, rows = logits.shape[1], row_state[4], row_state[5]
-    part_columns = slices_in_part(V, width, sums.shape[0]) * width
+    part_columns = num_slices_in_part(V, width, sums.shape[0]) * width
     first = number * part_columns
     for start in range(first, min(first + part_columns, V), width):
         col_stop = min(start + width, V)
@@ -180,7 +182,7 @@ def linear_cross_entropy(
         spans(project_logits, (logits, x_rows, qtype, w, bf16, num_rows), V, slice_columns)
         each(row_lse_loss, (losses, right, lse, logits, bias, targets, cap, row_ids), num_rows)
         if dx.size + dw.size + db.size > 0:
-            part_columns = slices_in_part(V, slice_columns, sums.shape[0]) * slice_columns
+            part_columns = num_slices_in_part(V, slice_columns, sums.shape[0]) * slice_columns
             back_arrays = dx, dw, db, sums, logits, x_rows, qtype, w, targets, weights
             row_state = lse, cap, row_ids, is_later, bf16, num_rows
             each(part_back, (*back_arrays, row_state, slice_columns), -(-V // part_columns))

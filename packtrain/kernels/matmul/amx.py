@@ -28,7 +28,7 @@ I8 = ir.IntType(8)
 
 
 def tile_call(builder, name, *args):
-    """Emit AMX's intrinsic `name` of LLVM; an int among `args` is the number of a tile register."""
+    """Emit a call of LLVM's intrinsic `name` for AMX; an int among `args` is the number of a tile register."""
     if not AMX:
         return
     call_args = [I8(arg) if isinstance(arg, int) else arg for arg in args]
@@ -59,9 +59,9 @@ def release_tiles(builder):
 # Sources are not prefetched: the processor sees rows coming, and prefetches took a third to half of the packing time.
 
 
-def emit_load(builder, vector_ptr, left):
-    """Emit a load of 16 f32, or with `left` of the first `left` of them and zeros."""
-    mask = None if left is None else first_lanes(builder, left)
+def emit_load(builder, vector_ptr, num_floats):
+    """Emit a load of 16 f32 at vector_ptr, or with `num_floats` of the first `num_floats` of them and zeros."""
+    mask = None if num_floats is None else first_lanes(builder, num_floats)
     return read_masked(builder, vector_at(builder, vector_ptr), mask)
 
 
@@ -93,7 +93,7 @@ def emit_source_pair(builder, steps_adjacent, source, ld, pair_index, line_limit
 
 
 def emit_bf16_pair(builder, steps_adjacent, low, high):
-    """Emit two vectors rounded to bf16 as a row of pairs: one behind the other if steps_adjacent, else interleaved."""
+    """Emit vectors `low` and `high` rounded to bf16 as a row of pairs: in turn if steps_adjacent, else interleaved."""
     if not steps_adjacent:
         return emit_pair(builder, low, high)
     bf16_pair = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_VECTOR, high, low)
@@ -123,7 +123,7 @@ def emit_lost(builder, steps_adjacent, rounded_pairs, low, high):
 
 
 def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line_limits):
-    """Emit the packing of a tile of `source`; num_tiles = 2 adds what rounding lost. Others: see emit_source_pair."""
+    """Emit the packing of a tile of `source` to target; num_tiles = 2 adds what rounding lost. See emit_source_pair."""
     tile_rows = [[] for _ in range(num_tiles)]
 
     def store_row(tile_index, r, pair_row):
@@ -144,7 +144,7 @@ def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line
 
 
 def pack_tile_intrinsic(steps_adjacent, turn):
-    """Return an intrinsic (source, ld, lines, left, target, bf16): packs 16 lines x 32 steps, zeros from lines, left.
+    """Return an intrinsic (source, ld, lines, steps, target, bf16): packs 16 x 32 f32, zeros beyond lines and steps.
 
     steps_adjacent  steps lie side by side in `source`, not lines
     turn            pairs of the tile lie line by line if they did not in the source
@@ -171,42 +171,42 @@ pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intri
 
 
 @kernel("*[i64] * 8")
-def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n), b or b.T if tb = 1, from address b to block in lines of 16 columns, `across` f32 apart.
+def pack_columns(block, size, b, tb, ldb, depth, n, bf16):
+    """Pack b (depth, n), or b.T if tb = 1, from address b to block in lines of 16 columns, of `size` f32 each.
 
     Rows of b are ldb f32 apart. bf16 = 2 (for bf16x3) packs, behind each tile, a tile of what rounding lost.
     """
     if tb:
         for j in range(0, n, LANES):
             for k in range(0, depth, STEPS):
-                target = address(block, j // LANES * across + k // STEPS * TILE * bf16)
+                target = address(block, j // LANES * size + k // STEPS * TILE * bf16)
                 pack_b_columns(address(b, j * ldb + k), ldb, n - j, depth - k, target, bf16)
     else:
         for k in range(0, depth, STEPS):
             for j in range(0, n, LANES):
-                target = address(block, j // LANES * across + k // STEPS * TILE * bf16)
+                target = address(block, j // LANES * size + k // STEPS * TILE * bf16)
                 pack_b_rows(address(b, k * ldb + j), ldb, n - j, depth - k, target, bf16)
 
 
 @kernel("*[i64] * 8")
-def pack_rows(block, across, a, ta, lda, depth, m, bf16):
-    """Pack op(a) (m, depth), a or a.T if ta = 1, from address a to block as pack_columns does: in lines of 16 rows."""
+def pack_rows(block, size, a, ta, lda, depth, m, bf16):
+    """Pack a (m, depth), or a.T if ta = 1, from address a to block in lines of 16 rows; else as pack_columns."""
     if ta:
         for k in range(0, depth, STEPS):
             for i in range(0, m, LANES):
-                target = address(block, i // LANES * across + k // STEPS * TILE * bf16)
+                target = address(block, i // LANES * size + k // STEPS * TILE * bf16)
                 pack_a_columns(address(a, k * lda + i), lda, m - i, depth - k, target, bf16)
     else:
         for i in range(0, m, LANES):
             for k in range(0, depth, STEPS):
-                target = address(block, i // LANES * across + k // STEPS * TILE * bf16)
+                target = address(block, i // LANES * size + k // STEPS * TILE * bf16)
                 pack_a_rows(address(a, i * lda + k), lda, m - i, depth - k, target, bf16)
 
 
 # ---- products --------------------------------------------------------------------------------------------------
 
 
-def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
+def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, size):
     """Emit a step of 32 k: sums 0 … 3 += row_tiles x col_tiles products of tiles; bf16 = 2 adds a_lost b, a b_lost."""
     a, b = range(4, 4 + row_tiles), range(6, 6 + col_tiles)
     operands = {"a": (a, a_ptr), "b": (b, b_ptr)}
@@ -214,7 +214,7 @@ def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
     def load_operand(operand, part_index):
         tile_numbers, base_ptr = operands[operand]
         for i, tile_number in enumerate(tile_numbers):
-            line_ptr = builder.add(base_ptr, builder.mul(I64(4 * i), across))
+            line_ptr = builder.add(base_ptr, builder.mul(I64(4 * i), size))
             load_tile(builder, tile_number, builder.add(line_ptr, I64(4 * TILE * part_index)))
 
     def multiply():
@@ -230,20 +230,20 @@ def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
         multiply()
 
 
-def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, across):
-    """Emit the loop over k: sums += row_tiles lines at a times col_tiles lines at b, packed, each `across` f32 long."""
+def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, size):
+    """Emit the loop over k: sums += row_tiles packed lines at a times col_tiles lines at b, each `size` f32 long."""
     step = I64(4 * TILE * bf16)
-    with cgutils.for_range_slice(builder, I64(0), builder.mul(across, I64(4)), step, inc=True) as (
+    with cgutils.for_range_slice(builder, I64(0), builder.mul(size, I64(4)), step, inc=True) as (
         k_offset,
         _,
     ):
         a_ptr, b_ptr = builder.add(a, k_offset), builder.add(b, k_offset)
-        emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across)
+        emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, size)
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
-    """c (16 row_tiles, 16 col_tiles) = a @ b, plus c if `add`, at addresses; literal counts, lines of `across` f32."""
+def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, size, c, ldc, add):
+    """c (16 row_tiles, 16 col_tiles) = a @ b, plus c if `add`, at addresses; a, b: packed lines of `size` f32."""
 
     def codegen(context, builder, sig, args):
         _, _, bf16, a, b, line_stride, c, ldc, add = args
@@ -277,16 +277,16 @@ def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, 
 
 
 @kernel("*[i64] * 9")
-def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
+def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, size, c, ldc, add):
     """Call multiply_tiles with literal counts, for row_tiles and col_tiles of 1 or 2; other arguments are passed on."""
     if row_tiles == 2 and col_tiles == 2:
-        multiply_tiles(2, 2, bf16, a, b, across, c, ldc, add)
+        multiply_tiles(2, 2, bf16, a, b, size, c, ldc, add)
     elif row_tiles == 2:
-        multiply_tiles(2, 1, bf16, a, b, across, c, ldc, add)
+        multiply_tiles(2, 1, bf16, a, b, size, c, ldc, add)
     elif col_tiles == 2:
-        multiply_tiles(1, 2, bf16, a, b, across, c, ldc, add)
+        multiply_tiles(1, 2, bf16, a, b, size, c, ldc, add)
     else:
-        multiply_tiles(1, 1, bf16, a, b, across, c, ldc, add)
+        multiply_tiles(1, 1, bf16, a, b, size, c, ldc, add)
 
 
 @kernel("i64, i64, i64, i64, i64, i64")
@@ -298,20 +298,20 @@ def copy_matrix(m, n, y, ldy, x, ldx):
 
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, i64, i64")
-def by_tiles(m, n, a, b, across, add, c, ldc, bf16):
-    """c (m, n) = a @ b, plus c if `add`, of a by pack_rows, b by pack_columns; sums are equal wherever in c."""
+def by_tiles(m, n, a, b, size, add, c, ldc, bf16):
+    """c (m, n) = a @ b, plus c if `add`, at addresses: a by pack_rows, b by pack_columns, lines of `size` f32."""
     edge_ptr = scratch(EDGE_SIZE)
     configure_tiles()
     for i in range(0, m, STEPS):
-        rows, a_ptr = min(m - i, STEPS), address(a, i // LANES * across)
+        rows, a_ptr = min(m - i, STEPS), address(a, i // LANES * size)
         for j in range(0, n, STEPS):
-            columns, b_ptr = min(n - j, STEPS), address(b, j // LANES * across)
+            columns, b_ptr = min(n - j, STEPS), address(b, j // LANES * size)
             high, wide, c_ptr = -(-rows // LANES), -(-columns // LANES), address(c, i * ldc + j)
             if rows % LANES == 0 and columns % LANES == 0:
-                multiply_tile_shape(high, wide, bf16, a_ptr, b_ptr, across, c_ptr, ldc, add)
+                multiply_tile_shape(high, wide, bf16, a_ptr, b_ptr, size, c_ptr, ldc, add)
                 continue
             if add:
                 copy_matrix(rows, columns, edge_ptr, STEPS, c_ptr, ldc)
-            multiply_tile_shape(high, wide, bf16, a_ptr, b_ptr, across, edge_ptr, STEPS, add)
+            multiply_tile_shape(high, wide, bf16, a_ptr, b_ptr, size, edge_ptr, STEPS, add)
             copy_matrix(rows, columns, c_ptr, ldc, edge_ptr, STEPS)
     release_tiles()

@@ -100,18 +100,18 @@ class PanelTile:
                     emit_write(b, b.load(self.sums[r, v]), beta, to, b.sub(left, I64(LANES * v)))
         b.ret_void()
 
-    def add_group(self, x, codes_ptr, scales_ptr):
-        """Emit the addition to the sums of one group's products: of each row of x, an address, with all columns."""
+    def add_group(self, row_ptrs, codes_ptr, scales_ptr):
+        """Emit the addition to the sums of one group's products: of each row of x, at row_ptrs, with all columns."""
         b, width = self.builder, self.layout.width
         group_sums = {}
-        for r, row_ptr in enumerate(x):
+        for r, row_ptr in enumerate(row_ptrs):
             initial_sums = ir.Constant(BITS, [0] * LANES)
             if not self.layout.offsets and not self.use_signed_dot:
                 initial_sums = self.broadcast_value(I32, row_ptr, width + 2 * LANES_NBYTES)
             group_sums |= {(r, v): initial_sums for v in range(self.wide)}
         for i, lane in product(range(self.vectors), range(self.lanes)):
             columns = [self.vector(CODES, codes_ptr, LANES * i + lane, v) for v in range(self.wide)]
-            for r, row_ptr in enumerate(x):
+            for r, row_ptr in enumerate(row_ptrs):
                 integers = b.bitcast(
                     self.broadcast_value(I32, row_ptr, CODES.count * i + 4 * lane), CODES
                 )
@@ -122,14 +122,14 @@ class PanelTile:
                     else:
                         group_sums[r, v] = dot_fours(*dot_args, self.layout.signed)
         scale_vectors = [self.vector(VECTOR, scales_ptr, 0, v) for v in range(self.wide)]
-        steps = [self.broadcast_value(F32, row_ptr, width) for row_ptr in x]
+        steps = [self.broadcast_value(F32, row_ptr, width) for row_ptr in row_ptrs]
         for (r, v), sums in group_sums.items():
             self.add_product((r, v), b.sitofp(sums, VECTOR), b.fmul(scale_vectors[v], steps[r]))
 
-    def offsets(self, x, scales_ptr):
-        """Emit the addition of a group's offsets times its sums of integers to the sums; x: an address in each row."""
+    def offsets(self, row_ptrs, scales_ptr):
+        """Emit the addition to the sums of a group's offsets times its sums of integers, read at row_ptrs."""
         offset_vectors = [self.vector(VECTOR, scales_ptr, self.groups, v) for v in range(self.wide)]
-        for r, at in enumerate(x):
+        for r, at in enumerate(row_ptrs):
             rest = self.broadcast_value(F32, at, self.layout.width + LANES_NBYTES + 4 * self.groups)
             for v, offset_vector in enumerate(offset_vectors):
                 self.add_product((r, v), offset_vector, rest)

@@ -22,6 +22,7 @@ BETA_ONE = f32(1.0)
 
 @part("boolean, i64, i64, i64")
 def copy_run(is_backward, panel_ptr, x, count):
+    """Copy `count` f32 at address x to panel_ptr; is_backward: add those at panel_ptr to x."""
     for s in range(0, count, LANES):
         left = count - s
         if is_backward:
@@ -32,6 +33,7 @@ def copy_run(is_backward, panel_ptr, x, count):
 
 @part("boolean, i64, i64, i64, i64, i64")
 def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step):
+    """Copy f32 number i * x_step at x to place i of the panel, or if is_backward add that to x, for each index i."""
     for s in range(first_index, index_stop):
         if is_backward:
             poke(x, s * x_step, peek(x, s * x_step) + peek(panel_ptr, s))
@@ -40,15 +42,15 @@ def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step)
 
 
 @part("boolean, i64, i64, i64, i64, i64, i64")
-def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
-    """Copy `count` values of the row at x, x_step apart from `column` on, to panel_ptr; is_backward: add these to x."""
-    if x_step == 1:
+def copy_line(is_backward, panel_ptr, x, column, row_width, column_step, count):
+    """Copy `count` values, column_step apart from `column` on, of the row at x to panel_ptr; is_backward: add to x."""
+    if column_step == 1:
         low, index_stop = max(i64(0), -column), min(count, row_width - column)
         copy_run(is_backward, address(panel_ptr, low), address(x, column + low), index_stop - low)
     else:
-        low = max(i64(0), -(column // x_step))
-        index_stop = min(count, (row_width - 1 - column) // x_step + 1)
-        copy_strided_run(is_backward, panel_ptr, address(x, column), low, index_stop, x_step)
+        low = max(i64(0), -(column // column_step))
+        index_stop = min(count, (row_width - 1 - column) // column_step + 1)
+        copy_strided_run(is_backward, panel_ptr, address(x, column), low, index_stop, column_step)
 
 
 @kernel("boolean, i64, i64, i64, i64, i64, i64, ints1")
@@ -60,7 +62,7 @@ def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_sta
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     num_windows = min(panel_width, i64(oh) * ow - window_start)
     for k in range(depth):
-        c, a, b = (first + k) // (kh * kw), (first + k) // kw % kh, (first + k) % kw
+        c, a, b = ((first + k) // (kh * kw), (first + k) // kw % kh, (first + k) % kw)
         panel_row = address(panel_ptr, k * panel_width)
         if not is_backward and ph + pw > 0:
             for t in range(0, num_windows, LANES):
@@ -98,14 +100,14 @@ def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
 
 @parallel(
     "out1, in1, in1, i64, i64, i64, ints1",
-    lambda pictures, channels, filters, sizes: (
-        pictures * -(-i64(sizes[4]) * sizes[5] // PANEL),
+    lambda images, channels, filters, sizes: (
+        images * -(-i64(sizes[4]) * sizes[5] // PANEL),
         channels * sizes[2] * sizes[3] * filters * PANEL,
     ),
     block=TASK,
 )
-def conv(y, x, w, pictures, channels, filters, sizes, panel_start, panel_stop):
-    """y = x convolved with the filters w; pictures, channels and filters are N, C and O, sizes those of windows.unfold.
+def conv(y, x, w, images, channels, filters, sizes, panel_start, panel_stop):
+    """y = x convolved with the filters w; images, channels and filters are N, C and O, sizes those of windows.unfold.
 
     x  (N C H W,)     f32
     w  (O C KH KW,)   f32
@@ -136,16 +138,16 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
         lay_windows(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
-def group_work(pictures, channels, filters, sizes):
+def group_work(images, channels, filters, sizes):
     """Return the number of groups of channels whose part of a window fits a panel, and multiply-adds of each."""
     window_size = i64(sizes[2]) * sizes[3]
     channels_per_group = max(1, DEEP // window_size)
     group_ops = min(channels_per_group, channels) * window_size * filters * sizes[4] * sizes[5]
-    return pictures * -(-channels // channels_per_group), group_ops
+    return images * -(-channels // channels_per_group), group_ops
 
 
 @parallel("out1, in1, in1, i64, i64, i64, ints1", group_work, block=TASK)
-def conv_back(dx, dy, w, pictures, channels, filters, sizes, group_start, group_stop):
+def conv_back(dx, dy, w, images, channels, filters, sizes, group_start, group_stop):
     """Compute dx, the gradient of `conv` for x, with conv's numbers; a channel larger than a panel goes in parts.
 
     dy  (N O OH OW,)   f32
@@ -168,7 +170,7 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes, group_start, group_
 
 
 @kernel("out1, in1, in1, i64, i64, i64, i64, ints1, i64")
-def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, sizes, task_index):
+def filter_grad_share(partial, dy, x, images, channels, filters, num_shares, sizes, task_index):
     """Write the gradient of a group of filters (task_index // num_shares) by a share (the rest) of the images."""
     columns_ptr = scratch(PANEL_BUFFER)
     num_windows, window_size = i64(sizes[4]) * sizes[5], channels * sizes[2] * sizes[3]
@@ -177,7 +179,7 @@ def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, s
     target = address(partial, (portion * filters + f) * window_size)
     for float_index in range(task_filters * window_size):
         poke(target, float_index, f32(0.0))
-    for picture in range(pictures * portion // num_shares, pictures * (portion + 1) // num_shares):
+    for picture in range(images * portion // num_shares, images * (portion + 1) // num_shares):
         image = address(x, picture * channels * sizes[0] * sizes[1])
         for start in range(0, num_windows, SIDE):
             count = min(i64(SIDE), num_windows - start)
@@ -192,7 +194,7 @@ def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, s
 
 
 @kernel("out1, out1, in1, in1, i64, i64, i64, ints1")
-def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
+def conv_back_w(dw, partial, dy, x, images, channels, filters, sizes):
     """Compute dw, the gradient of `conv` for w, with conv's numbers.
 
     dy       (N O OH OW,)           f32
@@ -201,7 +203,7 @@ def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
     partial  (shares O C KH KW,)    f32 workspace: sums over shares of the images
     """
     num_shares = partial.size // dw.size
-    share_args = partial, dy, x, pictures, channels, filters, num_shares, sizes
+    share_args = partial, dy, x, images, channels, filters, num_shares, sizes
     each(filter_grad_share, share_args, num_shares * -(-filters // FILTERS_PER_TASK))
     task_args = address(dw, 0), address(partial, 0), num_shares, dw.size
     spans(sum_rows, task_args, dw.size, BLOCK)

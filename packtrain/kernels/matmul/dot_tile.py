@@ -49,18 +49,18 @@ CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)
 
 
 def width_of(dtype):
-    """Return how many codes of a type make a chunk, which tiles unpack at once: a block's, or 128 of smaller blocks."""
+    """Return how many codes of a Dtype tiles unpack at once, a chunk: a block's, or 128 of smaller blocks."""
     return max(VALUES, dtype.block)
 
 
 def codes_per_group(dtype):
-    """Return how many of the 64 codes that a type's `codes` unpacks at once belong to a group, which has a scale."""
+    """Return how many of 64 codes of a Dtype, unpacked at once, belong to a group: those that share a scale."""
     group_size = 16 if dtype.layout is not None and dtype.layout.group_size == 16 else 32
     return group_size * CODES.count // width_of(dtype)
 
 
 def needs_split_sums(dtype, planes):
-    """Return whether sums with integers of `planes` planes overflow 32 bits, so that the last is summed apart."""
+    """Return whether 32 bits cannot hold sums of products of a type's codes and integers of `planes` bytes."""
     num_products = width_of(dtype) // LANES
     return planes > 1 and num_products * dtype.code["codes"].max_code * MAX_INTEGER >= 1 << 31
 
@@ -123,10 +123,11 @@ class DotTile:
         for byte_offset in range(0, self.chunk_nbytes * self.r, CACHE_LINE):
             emit_prefetch(self.builder, self.builder.add(prefetch_ptr, I64(byte_offset)), level=2)
 
-    def store_sum(self, sum_value, to, add):
+    def store_sum(self, sum_value, target_ptr, add):
+        """Emit a store of sum_value at address target_ptr, plus the f32 there if `add`."""
         b = self.builder
-        added_total = b.fadd(read(b, F32, to), sum_value)
-        put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, sum_value), to)
+        added_total = b.fadd(read(b, F32, target_ptr), sum_value)
+        put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, sum_value), target_ptr)
 
     def pad_rest_rows(self, w_rows, count, rest_nbytes):
         """Emit copies of the bytes behind `count` chunks of each of w_rows, then zeros; returns their addresses."""

@@ -31,16 +31,16 @@ def top_k(ids, x, row_start, row_stop):
 
 
 @kernel("out2, in2, ints2")
-def take(y, x, ids):
-    """Gather columns: y[i, j] = x[i, ids[i, j]]."""
+def take_columns(y, x, ids):
+    """Gather columns: y[i, j] = x[i, ids[i, j]]; x (N, E) and y (N, k) f32, ids (N, k) i32."""
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
             y[i, j] = x[i, ids[i, j]]
 
 
 @kernel("out2, in2, ints2")
-def take_back(dx, dy, ids):
-    """Gradient of take: dx[i, ids[i, j]] += dy[i, j], into zeros."""
+def take_columns_back(dx, dy, ids):
+    """Add dy[i, j] to dx[i, ids[i, j]]: the gradient of take_columns. dx (N, E) starts from zeros."""
     dx[:] = 0
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
@@ -113,7 +113,7 @@ def matmul_id(y, x, w, ids, accumulate, task):
     lambda w, experts: -(-(w.shape[0] // experts) // WIDE) * experts,
 )
 def packed_matmul_id(y, x, qtype, w, experts, ids, accumulate, task):
-    """y[i] = x[i] @ w[ids[i]].T, plus y if `accumulate`, as matmul_id with quantized w (E F, row bytes)."""
+    """y[i] = x[i] @ w[ids[i]].T, plus y if `accumulate`: matmul_id with w (experts F, row bytes) of type `qtype`."""
     expert_rows, e, j = w.shape[0] // experts, task % experts, task // experts * WIDE
     row_start, row_stop = expert_start(ids, e), expert_start(ids, e + 1)
     if row_start < row_stop:

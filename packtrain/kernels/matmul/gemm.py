@@ -63,7 +63,7 @@ def emit_add(builder, is_bf16, a, b, sum_vector):
 
 
 def emit_k_step(builder, layout, width, a_ptr, b_ptr, sums):
-    """Emit one k: ROWS values at `a_ptr` times `width` vectors at `b_ptr`, added to the sums; return the new sums."""
+    """Emit a step of k: ROWS values at `a_ptr` times `width` vectors at `b_ptr`, plus the sums; returns the sums."""
     column_ptrs = [builder.add(b_ptr, I64(64 * w)) for w in range(width)]
     for column_ptr in column_ptrs if layout == PAIRED or not HAS_LARGE_L2 else ():
         panels.emit_prefetch(builder, builder.add(column_ptr, I64(PREFETCH_NBYTES)))
@@ -167,7 +167,7 @@ def tile(builder, width, layout, *tile_args):
 
 @kernel("i64, i64, i64, i64, i64, f32, i64, i64, i64, UniTuple(i64, 4)")
 def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
-    """c (m, n) = a @ b + beta * c at addresses, of a packed in `layout` and packed b, both with `depth` places.
+    """c (m, n) = a @ b + beta * c at addresses; a packed in `layout`, b packed in panels, both of `depth` places.
 
     next_source  rows of a that are packed next, prefetched tile by tile: address, number, distance, length; to prefetch
                  the next block of b gained nothing in a step
@@ -198,7 +198,7 @@ def even_parts(total_size, max_length, unit):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack(block, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n) of sgemm, at address b, to address block, as `multiply_block` reads it."""
+    """Pack b (depth, n), or b.T if tb = 1, from address b to `block`, as `multiply_block` reads it; see sgemm."""
     if AMX and bf16:
         pack_columns(block, panels.places(depth, bf16) * LANES, b, tb, ldb, depth, n, bf16)
     else:
@@ -207,7 +207,7 @@ def pack(block, b, tb, ldb, depth, n, bf16):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64")
 def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
-    """c (m, n) = op(a) @ block + beta * c as in sgemm, with beta 0 or 1, a block by `pack`, at most `broad` columns."""
+    """c (m, n) = a @ block + beta * c, beta 0 or 1, a.T if ta = 1; `block` by `pack`, at most `broad` columns."""
     chunk, packed_k = scratch(A_SIZE), panels.places(depth, bf16)
     if AMX and bf16:
         max_rows = A_SIZE // max(packed_k, LANES) // STEPS * STEPS
@@ -228,7 +228,7 @@ def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
 
 @kernel("i64(i64, i64)")
 def broad(depth, bf16):
-    """Return the most columns of a block of b with `depth` rows, with bf16 as in sgemm."""
+    """Return the most columns of a packed block of b, `depth` rows of f32 (bf16 = 0) or bf16, that fits the cache."""
     return DEEP * (BROAD_BF16 if bf16 else BROAD) // panels.places(depth, bf16)
 
 

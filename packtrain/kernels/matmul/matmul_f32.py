@@ -101,7 +101,7 @@ def block(y, a, b, accumulate, bf16, row_start, num_rows, col_start, num_columns
 
 
 @kernel("any_out2, any_in2, any_in2, boolean, i64, i64, i64, i64, i64")
-def product_block_task(y, a, b, accumulate, bf16, rows, columns, across, task):
+def product_task(y, a, b, accumulate, bf16, rows, columns, across, task):
     block(y, a, b, accumulate, bf16, task // across * rows, rows, task % across * columns, columns)
 
 
@@ -135,4 +135,4 @@ def product(y, a, b, accumulate, bf16):
     rows, columns = task_shape(m, n, count, LANES, PACKING, gemm.BROAD_BF16 if bf16 else gemm.BROAD)
     tasks_across = -(-n // columns)
     task_args = (y, a, b, accumulate, bf16, rows, columns, tasks_across)
-    each(product_block_task, task_args, -(-m // rows) * tasks_across)
+    each(product_task, task_args, -(-m // rows) * tasks_across)

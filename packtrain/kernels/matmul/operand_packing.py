@@ -27,7 +27,7 @@ PAIR_ORDERS = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
 
 @instruction(void, i64, i64, i64, i64)
 def transpose8(builder, source, ld, target, ld_target):
-    """Transpose 8 x 8 f32 at `source` to `target`, rows ld and ld_target f32 apart, by registers of 8; prefetches."""
+    """Transpose 8 x 8 f32 from `source` to `target`, rows `ld` and ld_target f32 apart, in registers; prefetches."""
     row_ptrs = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
     for row_ptr in row_ptrs:
         panels.emit_prefetch(builder, builder.add(row_ptr, I64(panels.PREFETCH_NBYTES)))
@@ -57,7 +57,7 @@ def emit_turned_fours(builder, rows):
 
 
 @instruction(void, i64, i64)
-def copy8(builder, *pointers):
+def copy_eight_floats(builder, *pointers):
     source, target = (builder.inttoptr(a, OCTET_VECTOR.as_pointer()) for a in pointers)
     builder.store(builder.load(source, align=4), target, align=4)
 
@@ -71,7 +71,7 @@ def store_group(builder, target, lane_values):
 
 @instruction(void, i64, i64, i64, i64)
 def split_rows(builder, source, ld, target, group_stride):
-    """Copy 16 columns of two rows of `source` to two groups of 8, which are `group_stride` f32 from each other."""
+    """Copy 16 columns of two rows at `source`, `ld` f32 apart, to two groups of 8, which are group_stride f32 apart."""
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
     rows = [
@@ -96,7 +96,7 @@ def transpose16_quarters(source, ld, target, ld_target):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack_b(block, b, tb, ldb, depth, n, bf16):
-    """Pack op(b) (depth, n) of sgemm to address block: panels (places(depth), PANEL) in turn, zeros beyond op(b)."""
+    """Pack b (depth, n), or b.T if tb = 1, to address block: panels (places(depth), PANEL) in turn, zeros beyond b."""
     packed_k, k_per = panels.places(depth, bf16), 1 + bf16
     if tb == 0:
         panel_end = 0 if bf16 else n // PANEL * PANEL
@@ -133,13 +133,13 @@ def pack_b(block, b, tb, ldb, depth, n, bf16):
 
 @part("i64(i64, i64)")
 def a_layout(ta, bf16):
-    """Return the layout of packed a: IN_GROUPS, PAIRED, or IN_ROWS, which is a copy."""
+    """Return how pack_a packs a for these arguments of sgemm: IN_GROUPS, PAIRED, or IN_ROWS, which is a copy."""
     return IN_ROWS if HAS_NARROW_VECTORS and ta == 0 else bf16
 
 
 @part("i64, i64, i64, i64, i64, i64")
 def pack_narrow(block, a, ta, lda, depth, m):
-    """Pack op(a), in f32, as `pack_a` does, in registers of 8, which transpose slowly."""
+    """Pack a (m, depth), or a.T if ta = 1, in f32 as `pack_a` does, in registers of 8, which transpose slowly."""
     packed_k = panels.places(depth, 0)
     if ta:
         group_size, full_extent = panels.group_stride(packed_k), max((m - GROUP) // ROWS + 1, 0)
@@ -149,7 +149,7 @@ def pack_narrow(block, a, ta, lda, depth, m):
                 source = address(a, k * lda + g * ROWS)
                 target = address(block, g * group_size + k * GROUP)
                 for r in range(num_steps):
-                    copy8(address(source, r * lda), address(target, r * GROUP))
+                    copy_eight_floats(address(source, r * lda), address(target, r * GROUP))
             for g in range(full_extent, -(-m // ROWS)):
                 for r in range(k, k + num_steps):
                     row_lanes = load_part(a, r * lda + g * ROWS, m - g * ROWS)
@@ -169,7 +169,7 @@ def pack_narrow(block, a, ta, lda, depth, m):
 
 @kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack_a(block, a, ta, lda, depth, m, bf16):
-    """Pack op(a) (m, depth) of sgemm to address block: groups (places(depth), GROUP), then zeros; see a_layout."""
+    """Pack a (m, depth), or a.T if ta = 1, to address block: groups (places(depth), GROUP), then 0; see a_layout."""
     deep, per = panels.places(depth, bf16), 1 + bf16
     if HAS_NARROW_VECTORS:
         pack_narrow(block, a, ta, lda, depth, m)

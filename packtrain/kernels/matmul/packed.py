@@ -8,7 +8,7 @@ sums are never split, so that results do not depend on the number of threads.
 from packtrain.kernels.matmul.amx import STEPS, TILE, pack_columns
 from packtrain.kernels.matmul.dots import FUSED_TYPES, dot
 from packtrain.kernels.matmul.gemm import (
-    B_SIZE, BROAD, BROAD_BF16, DEEP, even_parts, multiply_block, pack,
+    BROAD, BROAD_BF16, B_SIZE, DEEP, even_parts, multiply_block, pack,
 )  # fmt: skip
 from packtrain.kernels.matmul.matmul_f32 import task_shape
 from packtrain.kernels.matmul.panels import AMX, PANEL, pair, places
@@ -89,7 +89,7 @@ def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ld
 
 @kernel("boolean(i64, i64, i64)")
 def fused(m, k, qtype):
-    """Return whether m rows, k long, are multiplied by this type's weights as those are unpacked, in registers."""
+    """Return whether m rows of k activations meet weights of type `qtype` as these are unpacked, in registers."""
     return m == 1 and k % 32 == 0 and qtype in FUSED_TYPES
 
 

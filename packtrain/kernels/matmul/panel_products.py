@@ -28,12 +28,12 @@ for dtype in ROUNDABLE:
 
 
 @part("i64(i64, i64, i64, i64)")
-def padded_chunk(buffer, w, left, chunk_nbytes):
-    """Return address w, or, if only `left` of chunk_nbytes bytes are the row's, `buffer` with these, then zeros."""
-    if left >= chunk_nbytes:
+def padded_chunk(buffer, w, num_left, chunk_nbytes):
+    """Return w, or if a row at w has only num_left of chunk_nbytes bytes, the address `buffer` of these, then zeros."""
+    if num_left >= chunk_nbytes:
         return w
     for i in range(chunk_nbytes):
-        put_byte(buffer, i, byte_at(w, i) if i < left else 0)
+        put_byte(buffer, i, byte_at(w, i) if i < num_left else 0)
     return buffer
 
 

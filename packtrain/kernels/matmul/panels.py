@@ -83,7 +83,7 @@ pair = lanewise(emit_pair, 2)
 
 
 def emit_row(builder, source, ld, row_index, last, left):
-    """Emit a load of row min(row_index, last), masked to its first `left` lanes; prefetches what follows."""
+    """Emit a load of row min(row_index, last), rows `ld` f32 apart: its first `left` lanes, else zeros."""
     next_row = beyond(builder, source, builder.mul(I64(row_index), ld))
     emit_prefetch(builder, builder.add(next_row, I64(PREFETCH_NBYTES)))
     row = builder.select(builder.icmp_signed("<", I64(row_index), last), I64(row_index), last)
@@ -131,10 +131,10 @@ transpose16, transpose16_bf16 = transposing(LANES, False), transposing(LANES, Tr
 transpose_group, transpose_group_bf16 = transposing(GROUP, False), transposing(GROUP, True)
 
 
-def halves_of(builder, rows, half_index):
-    """Emit the lower (0) or upper (1) halves of two vectors, side by side."""
+def halves_of(builder, vectors, half_index):
+    """Emit the lower (half_index 0) or upper (1) halves of two vectors, side by side, as one vector."""
     lane_order = [LANES * (i // GROUP) + GROUP * half_index + i % GROUP for i in range(LANES)]
-    return builder.shuffle_vector(*rows, ir.Constant(BITS, lane_order))
+    return builder.shuffle_vector(*vectors, ir.Constant(BITS, lane_order))
 
 
 @instruction(void, i64, i64, i64)
@@ -150,7 +150,7 @@ def move_panel(builder, source, ld, target):
 
 @part("i64(i64, i64)")
 def places(depth, bf16):
-    """Return how many f32 `depth` packed values of a row or column take, zeros up to whole turns of loops included."""
+    """Return the f32 that `depth` values of a row or column take once packed, with zeros up to whole turns of loops."""
     if AMX and bf16:
         return -(-depth // (2 * LANES)) * LANES * bf16
     num_places = (max(depth, 1) + bf16) // (1 + bf16)

@@ -58,7 +58,7 @@ def product(y, x, qtype, w, add, planes, workspace):
 def product_task(every, m, k, qtype, planes, x, columns_per_part, task):
     """Compute up to columns_per_part columns of one of `products`, found by `task` (part_of); x: round_row's result."""
     i, col_start = part_of(every, columns_per_part, task)
-    y, n, w, ldw, add = every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4]
+    y, n, w, ldw, add = (every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4])
     dots(m, n, k, qtype, planes, x, w, ldw, y, add, col_start, min(col_start + columns_per_part, n))
 
 
@@ -77,6 +77,7 @@ def products(every, x, qtype, planes, workspace):
 
 @kernel("out2, i64, i64, i64, bytes2, boolean, i64, i64")
 def columns(y, x, k, qtype, w, add, start, stop):
+    """Compute columns start … stop - 1 of y = x @ w.T, plus y if `add`; x: address of round_row's integers."""
     m, n = y.shape
     panels(m, n, k, qtype, x, w.ctypes.data, w.shape[1], address(y, 0), i64(add), start, stop)
 

@@ -1,6 +1,6 @@
 """Round activations to integers, 32 of them with one step, in lines as `dot_tile` reads them.
 
-With one plane they have 8 bits, with three 24; n values take `nbytes(n, planes)`.
+With one plane they have 8 bits, with three 24; n values take `rounded_row_nbytes(n, planes)`.
 """
 
 import numpy as np
@@ -36,35 +36,35 @@ def nbytes(n, planes):
 
 
 @part("f32(i64, f32)")
-def block_step(x, max_code):
-    """Return the step that makes the largest of 32 f32 at address x `max_code`; NaN if not all of them are finite."""
+def block_step(x, max_integer):
+    """Return the step that makes the largest of 32 f32 at address x max_integer; NaN if not all of them are finite."""
     a, b = load(x, 0), load(x, LANES)
-    d = largest(maximum(absolute(a), absolute(b))) / max_code
+    d = largest(maximum(absolute(a), absolute(b))) / max_integer
     return (f32(0) if d < MIN_STEP else d) + total((a - a) + (b - b))
 
 
 @part("f32x16(f32x16, f32)")
-def rounded_codes(v, d):
-    """Return v / d rounded to nearest, ties to even, as f32; zeros if the step d is 0."""
-    return (v / d + ROUND) - ROUND if d != 0 else v * f32(0)
+def rounded_codes(v, step):
+    """Return v / step rounded to nearest, ties to even, as f32; zeros if the step is 0."""
+    return (v / step + ROUND) - ROUND if step != 0 else v * f32(0)
 
 
 @part("i32x16(f32x16, f32)")
-def rounded_integers(v, d):
-    """Return v / d rounded to nearest, ties away from zero, as i32; zeros if the step d is 0."""
-    if d != 0:
-        q = v / d
+def rounded_integers(v, step):
+    """Return v / step rounded to nearest, ties away from zero, as i32; zeros if the step is 0."""
+    if step != 0:
+        q = v / step
         return to_bits(q + copysign(splat(0.5), q))
     return spread_bits(0)
 
 
 @part("i64, i64, f32, i64, i64")
-def put_integers(y, x, d, planes, width):
-    """Round 16 f32 at x to multiples of d: integers at y, a byte each, or three bytes in planes `width` bytes apart."""
+def put_integers(y, x, step, planes, width):
+    """Round 16 f32 at x to multiples of `step`: integers at y, a byte each, or three in planes `width` bytes apart."""
     if planes == 1:
-        put_bytes(y, 0, to_bits(rounded_codes(load(x, 0), d)))
+        put_bytes(y, 0, to_bits(rounded_codes(load(x, 0), step)))
         return
-    remainder = rounded_integers(load(x, 0), d)
+    remainder = rounded_integers(load(x, 0), step)
     for p in range(planes - 1, 0, -1):
         low_byte = ((remainder + 128) & 255) - 128
         put_bytes(y, width * p, low_byte)
@@ -84,12 +84,12 @@ def lane_sums(y, width, first_plane, plane_stop):
 
 
 @part("i64, i32x16, i64")
-def sum_groups(y, v, lanes):
-    """Write i32 v to address y, with each group of `lanes` lanes' sum in its first lane; as f32 the sums are exact."""
+def sum_groups(y, v, lanes_per_group):
+    """Write i32 v to address y: each group of lanes as its sum, in its first lane. As f32, the sums are exact."""
     store(y, 0, to_floats(v))
-    for first_lane in range(0, LANES, lanes):
+    for first_lane in range(0, LANES, lanes_per_group):
         s = f32(0)
-        for lane in range(first_lane, first_lane + lanes):
+        for lane in range(first_lane, first_lane + lanes_per_group):
             s += peek(y, lane)
         poke(y, first_lane, s)
     store(y, 0, as_floats(to_bits(load(y, 0))))
@@ -134,7 +134,7 @@ def reorder_groups(y, width, group_codes, planes):
 
 @kernel("i64, i64, i64, i64, i64")
 def round_row(y, x, n, qtype, planes):
-    """Round n f32 at address x to lines of integers at y, as products with type `qtype` read them; planes: 1 or 3."""
+    """Round n f32 at address x to integers at y in 1 or 3 `planes`, as products with type number `qtype` read them."""
     max_code, width = MAX_INT_1 if planes == 1 else MAX_INT_3, WIDTH[qtype]
     lanes_per_group = LANES * BLOCK // width
     for i in range(0, n, width):
@@ -157,6 +157,7 @@ def round_row(y, x, n, qtype, planes):
 
 @kernel("in2, i64, i64, i64, i64, i64")
 def round_rows(x, y, qtype, planes, row_start, row_stop):
+    """Round rows row_start … row_stop - 1 of x to lines of integers at address y; see round_row."""
     k = x.shape[1]
     for i in range(row_start, row_stop):
         round_row(y + i * nbytes(k, planes), address(x, i * k), k, qtype, planes)
@@ -164,6 +165,7 @@ def round_rows(x, y, qtype, planes, row_start, row_stop):
 
 @kernel("in2, i64, i64, i64")
 def round_all(x, y, qtype, planes):
+    """Round all rows of x, on the threads if they are many, to lines of integers at address y; see round_row."""
     m, k = x.shape
     if m * k < MIN_PARALLEL_VALUES or m == 1:
         round_rows(x, y, qtype, planes, 0, m)

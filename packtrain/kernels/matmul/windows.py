@@ -83,7 +83,7 @@ def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
     "boolean, out1, in1, i64, ints1", lambda planes, sizes: (planes, plane_work(sizes)), block=VALUES_PER_TASK,
 )  # fmt: skip
 def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
-    """Write each window's largest value if use_max, else its sum / the window's size; planes = N C, sizes as in unfold.
+    """Write each window's largest value if use_max, else its mean; `planes` = N C, `sizes` as unfold explains them.
 
     x  (N C H W,)    f32
     y  (N C OH OW,)  f32

@@ -16,8 +16,8 @@ floor = lanewise(llvm_op("floor"), 1)
 
 
 @part("f32(f32)")
-def reciprocal(d):
-    return f32(1) / d if abs(d) > MIN_INVERTIBLE else f32(0)
+def reciprocal(x):
+    return f32(1) / x if abs(x) > MIN_INVERTIBLE else f32(0)
 
 
 @part("UniTuple(f32, 2)(i64)")
@@ -61,7 +61,7 @@ def rounded_int(v, max_code):
 
 @part("UniTuple(f32, 2)(f32, f32, f32, f32, f32)")
 def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
-    """Return (scale, low <= 0) of the line through codes l and values x, by weighted sums; scale 0 if there is none."""
+    """Return (scale, low <= 0) of the line scale * code + low, from sums of weights w, w x, w l, w l l, w l x."""
     determinant = weight * sum_ll - sum_l * sum_l
     if not determinant > 0:
         return f32(0), f32(0)

@@ -14,12 +14,12 @@ unpack_q8_0 = blocks_of("unpack", Q8_0, UNPACKERS[Q8_0])  # likewise
 
 @kernel("i64, i64, i64, i64")
 def row(qtype, target_ptr, source_ptr, count):
-    """Write `count` f32, whole blocks, to `target_ptr` from the packed bytes at `source_ptr`."""
+    """Dequantize `count` f32, whole blocks of type number `qtype`, from address source_ptr to address target_ptr."""
     unpack(qtype, target_ptr, source_ptr, count)
 
 
 @each_task("i64, out2, bytes2", lambda y: len(y))
 def rows(qtype, y, x, row_index):
-    """Dequantize every row of x, u8 (N, row bytes), to y, f32 (N, width)."""
+    """Dequantize every row of x, u8 (N, row bytes) of type number `qtype`, to y, f32 (N, width); a task a row."""
     width = y.shape[1]
     row(qtype, address(y, row_index * width), x.ctypes.data + row_index * x.shape[1], width)

@@ -14,7 +14,7 @@ snap = blocks_by_type("snap", compile_blocks("snap", kernel))
 
 @each_task("i64, out_bytes2, out_doubles2, in2, in1, out_ints1", lambda x: len(x))
 def rows(qtype, y, sums, x, w, t, row_index):
-    """Quantize every finite row of x; writes the sums of squares of its values and rounding errors.
+    """Quantize every finite row of x on the grid of type number `qtype`; writes sums of squares of values and errors.
 
     x     (N, width)      f32
     w     (width,)        f32, finite and not below zero; or (0,)

@@ -100,7 +100,7 @@ def quantize_measured(
 
 
 def packed(
-    location: str, tensor_parts: Iterable[np.ndarray | QuantizedBlocks | WeightedValues], dtype: Dtype,
+    tensor_name: str, tensor_parts: Iterable[np.ndarray | QuantizedBlocks | WeightedValues], dtype: Dtype,
     report_error: Callable[[float], None],
 ) -> Iterator[np.ndarray]:  # fmt: skip
     """Yield parts as `dtype`, then report the relative RMS error. Raises InputError at `location` for bad values."""
@@ -115,10 +115,10 @@ def packed(
             part, size, error = quantize_measured(part_values, dtype)
         square_sum += size
         if not math.isfinite(square_sum):
-            raise InputError(f"{location} has values that are not finite; they must be")
+            raise InputError(f"{tensor_name} has values that are not finite; they must be")
         error_sum += error
         if not math.isfinite(error_sum):
-            raise InputError(f"{location} has values too large for {dtype}; use another type")
+            raise InputError(f"{tensor_name} has values too large for {dtype}; use another type")
         yield part
     report_error(math.sqrt(error_sum / square_sum) if square_sum else 0.0)
 

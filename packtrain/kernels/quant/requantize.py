@@ -15,14 +15,14 @@ recode = blocks_by_type("recode", compile_blocks("recode"))
 
 
 @part("i64(i64, i64)")
-def noise_offset(i, j):
-    """Return where in `noise` the values for row i begin, from column j on."""
-    return ((i * ROW_HASH >> 8) + j) & (NOISE_PERIOD - 1)
+def noise_offset(row, column):
+    """Return where in `noise` the values for `row` begin, from `column` on."""
+    return ((row * ROW_HASH >> 8) + column) & (NOISE_PERIOD - 1)
 
 
 @kernel("out_bytes2, bytes2, i64, in2, in2, f32, in1, i64, i64, i64")
 def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
-    """Compute rows row_start … row_stop - 1 of `add`."""
+    """Compute rows row_start … row_stop - 1 of y = w + by * b @ a for `add`, which says the other arguments."""
     (rank, k), row_nbytes = a.shape, w.shape[1]
     chunk_ptr = scratch(CHUNK_BUFFER)
     for c in range(0, k, CHUNK_COLUMNS):
@@ -36,9 +36,9 @@ def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
             for j in range(0, width, 2 * LANES):
                 first_half, second_half = load(chunk_ptr, j), load(chunk_ptr, j + LANES)
                 for r in range(rank):
-                    factor, column = by * peek(b_row, r), r * k + c + j
-                    first_half = fma(load(a, column), factor, first_half)
-                    second_half = fma(load(a, column + LANES), factor, second_half)
+                    row_factor, column = by * peek(b_row, r), r * k + c + j
+                    first_half = fma(load(a, column), row_factor, first_half)
+                    second_half = fma(load(a, column + LANES), row_factor, second_half)
                 store(chunk_ptr, j, first_half)
                 store(chunk_ptr, j + LANES, second_half)
                 store(chunk_ptr, CHUNK_COLUMNS + j, load(noise, noise_start + j))

@@ -22,7 +22,7 @@ group_types = (i64, i64, i64, i64, i64)  # x, w, n, max_code, codes
 
 @part("f32x16()")
 def lanes():
-    """Return the lane numbers 0 … 15 as f32."""
+    """Return a vector of the lane numbers 0 … 15 as f32."""
     lane_indices = scratch(16)
     for lane in range(LANES):
         poke(lane_indices, lane, f32(lane))
@@ -37,8 +37,9 @@ def round_nearest(v):
 
 
 @part("f32(f32, i64, i64)")
-def clamped_code(v, low, max_code):
-    return f32(min(max(round_nearest(v), low), max_code))
+def clamped_code(v, min_code, max_code):
+    """Return v rounded to the nearest integer within min_code … max_code, as f32."""
+    return f32(min(max(round_nearest(v), min_code), max_code))
 
 
 @part("f32(f32)")
@@ -65,7 +66,7 @@ def put_zeros(codes, n):
 
 @kernel("UniTuple(f32, 2)(*group_types, f32)")
 def code_products(x, w, n, max_code, codes, inverse):
-    """Write codes + max_code of a group for the scale 1 / inverse; returns the sums of w * x * code and w * code**2."""
+    """Write codes + max_code of a group for the factor `inverse`; returns the sums of w * x * code, w * code**2."""
     sum_lx, sum_ll, code_offset = f32(0), f32(0), f32(max_code)
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
@@ -77,13 +78,14 @@ def code_products(x, w, n, max_code, codes, inverse):
 
 
 @part("f32x16(f32x16, f32, f32)")
-def clamped_codes(v, low, max_code):
-    return neg(maximum(-max_code, neg(maximum(v + ROUND - ROUND, low))))
+def clamped_codes(v, min_code, max_code):
+    """Return each lane of v rounded to the nearest integer within min_code … max_code."""
+    return neg(maximum(-max_code, neg(maximum(v + ROUND - ROUND, min_code))))
 
 
 @part("i64, i64, i64, i64, i64, f32x16")
 def lane_products(x, w, n, max_code, result_sums, inverses):
-    """Write to result_sums the two sums of code_products for the factor in each lane; codes are not written."""
+    """Write sums of w * x * code and w * code**2 for 16 factors `inverses`, one a lane, to address result_sums."""
     sum_lx, sum_ll = splat(0.0), splat(0.0)
     for i in range(n):
         code = clamped_codes(inverses * peek(x, i), f32(-max_code), f32(max_code - 1))
@@ -95,7 +97,7 @@ def lane_products(x, w, n, max_code, result_sums, inverses):
 
 @kernel("f32(*group_types)")
 def even(x, w, n, max_code, codes):
-    """Fit n f32 at x, weights w: returns the scale, the extreme at max_code ± 0.9; writes codes. make_qx_quants."""
+    """Choose the scale of n f32 at x, weighted by w, by 19 trials; writes signed codes. ggml: make_qx_quants."""
     extreme, trial_sums = extreme_value(x, n), scratch(32)
     if extreme == 0:
         put_zeros(codes, n)
@@ -120,7 +122,7 @@ def even(x, w, n, max_code, codes):
 
 @kernel("f32(*group_types)")
 def even_by_turns(x, w, n, max_code, codes):
-    """Fit as `even`, but the extreme gets -max_code, then codes change one by one while that helps. make_q3_quants."""
+    """Choose the scale of n f32 at x, weighted by w, then change single codes while that helps. make_q3_quants."""
     extreme, code_offset = extreme_value(x, n), f32(max_code)
     if extreme == 0:
         put_zeros(codes, n)
@@ -147,7 +149,7 @@ def even_by_turns(x, w, n, max_code, codes):
 
 @kernel("f32(i64, i64, i64, i64, f32)")
 def best_inverse(x, w, n, max_code, max_value):
-    """Return the factor from n f32 at x to codes with the least error, of nine that map `max_value` near `max_code`."""
+    """Return which of ten factors turns n f32 at x into codes up to max_code with the least error, weighted by w."""
     inverse, best_error = f32(max_code) / max_value, f32(0)
     for trial in range(-5, 5):
         if trial != 0:  # trial -5 takes the factor of trial 0
@@ -166,7 +168,7 @@ def best_inverse(x, w, n, max_code, max_value):
 
 @kernel("f32(*group_types)")
 def above(x, w, n, max_code, codes):
-    """Fit n f32 above 0 at x, weights w: returns the scale, by nine trials; writes codes, all >= 0. make_qp_quants."""
+    """Choose the scale of n f32 above 0 at x, weighted by w, by ten trials; writes codes >= 0. make_qp_quants."""
     max_value, min_code = f32(0), -MAX_CODE
     for i in range(n):
         max_value = max(max_value, peek(x, i))
@@ -200,28 +202,28 @@ def above(x, w, n, max_code, codes):
 
 
 @kernel("f32(i64, i64, i64, i64, f32, f32, i64)")
-def weighted_error(x, w, n, codes, scale, low, sizes):
-    """Return the sum of squared errors of codes * scale + low, or if `sizes` of absolute errors, weighted by w."""
+def weighted_error(x, w, n, codes, scale, low, use_absolute):
+    """Return the squared (if `use_absolute`: absolute) errors of codes * scale + low for x, summed with weights w."""
     error = f32(0)
     for i in range(n):
         residual = scale * peek(codes, i) + low - peek(x, i)
-        error += peek(w, i) * (abs(residual) if sizes else residual * residual)
+        error += peek(w, i) * (abs(residual) if use_absolute else residual * residual)
     return error
 
 
 @part("f32x16(i64, i64, i64, i64, f32x16, f32x16, i64)")
-def weighted_errors(x, w, n, codes, scales, min_values, sizes):
-    """Return the weighted_error of a trial in each lane; codes (n, 16)."""
+def weighted_errors(x, w, n, codes, scales, min_values, use_absolute):
+    """Return weighted_error of 16 trials, one a lane; codes (n, 16), at an address, are those of the trials."""
     errors = splat(0.0)
     for i in range(n):
         residual = scales * load(codes, i * LANES) + min_values - peek(x, i)
-        errors += splat(peek(w, i)) * (absolute(residual) if sizes else residual * residual)
+        errors += splat(peek(w, i)) * (absolute(residual) if use_absolute else residual * residual)
     return errors
 
 
 @part("*group_types, f32, f32x16, f32, f32, i64")
-def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes):
-    """Fit a line in each lane to the codes for (x - low) * inverses; writes errors, scales, lows and codes.
+def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, use_absolute):
+    """Fit a line in each of 16 lanes to the codes for (x - low) * inverses; writes errors, scales, lows and codes.
 
     trial_results, f32 (3 + n, 16) at an address, gets these; weight and sum_x are the sums of w and w * x
     """
@@ -239,18 +241,18 @@ def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, si
     min_values = (sum_ll * sum_x - sum_l * sum_lx) / determinant
     scales = select_less(0.0, min_values, sum_lx / sum_ll, scales)
     min_values = select_less(0.0, min_values, 0.0, min_values)
-    errors = weighted_errors(x, w, n, codes, scales, min_values, sizes)
+    errors = weighted_errors(x, w, n, codes, scales, min_values, use_absolute)
     store(trial_results, 0, select_less(0.0, determinant, errors, INFINITY))
     store(trial_results, LANES, scales)
     store(trial_results, 2 * LANES, min_values)
 
 
 @kernel("UniTuple(f32, 2)(*group_types, f32, f32, i64, i64)")
-def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
+def sloped(x, w, n, max_code, codes, first_step, step, num_trials, use_absolute):
     """Return (scale, low <= 0) of n f32 at x, weights w; writes codes. make_qkx2_quants and make_qkx3_quants.
 
     The range of the values gets `max_code` codes, then in trial i max_code + first_step + i * step. A line is fitted to
-    the codes of each trial; the best line has the least sum of weighted squared (with `sizes`: absolute) errors.
+    the codes of each trial; the best line has the least weighted squared (with `use_absolute`: absolute) errors.
     """
     low, high, weight, sum_x, trial_results = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
     for i in range(n):
@@ -265,11 +267,11 @@ def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
     for i in range(n):
         poke(codes, i, clamped_code(inverse * (peek(x, i) - low), 0, max_code))
     scale = f32(1) / inverse
-    best_error = weighted_error(x, w, n, codes, scale, low, sizes)
+    best_error = weighted_error(x, w, n, codes, scale, low, use_absolute)
     trial_index = 0
     while trial_index <= num_trials:
         inverses = ((lanes() + f32(trial_index)) * step + first_step + f32(max_code)) / (high - low)
-        try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes)
+        try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, use_absolute)
         lane, num_lanes = 0, min(num_trials + 1 - trial_index, LANES)
         while lane < num_lanes and not peek(trial_results, lane) < best_error:
             lane += 1

@@ -44,17 +44,18 @@ def bind_placeholders(*modules):
 
 
 def numba_type(function):
+    """Return numba's type of a compiled function, by which compiled code can call it."""
     return cpu_target.typing_context.resolve_value_type(function)
 
 
 def compile_role(role, decorator):
-    """Compile the functions of a role, such as unpack, and all that they call; returns compiled ones by Dtype."""
+    """Compile all types' functions of a role, such as "unpack", and what they call; returns them by Dtype."""
     done = {}
     return {t: compiled(t.code[role], decorator, done) for t in DTYPES.values() if role in t.code}
 
 
 def compile_blocks(role, decorator=separate_part):
-    """Compile a role in ARGUMENTS: small blocks' functions inlined, others by decorator(signature); by Dtype."""
+    """Compile a role in ARGUMENTS: small blocks inlined, others by decorator(signature); returns them by Dtype."""
     done = {}
     return {
         t: compiled(
@@ -66,13 +67,13 @@ def compile_blocks(role, decorator=separate_part):
 
 
 def form(role, dtype):
-    """Return the signature of a type's function: for a block, or for a number of single values."""
+    """Return the numba signature of a type's function of this role: for a block, or for a number of single values."""
     kinds = [f32 if name == "spread" else i64 for name in ARGUMENTS[role]]
     return void(*kinds, *[i64] * (dtype.block == 1))
 
 
 def compiled(code, decorator, done):
-    """Return a CompiledFunction's compiled function, after compiling those that it calls; `done` has, and gets, all."""
+    """Compile a CompiledFunction and those it calls, unless `done` has them, which gets all; returns the result."""
     if code not in done:
         for callee in map(code.function.__globals__.get, code.function.__code__.co_names):
             if isinstance(callee, CompiledFunction):
@@ -84,7 +85,7 @@ def compiled(code, decorator, done):
 
 
 def emit_call(context, builder, function, signature, args):
-    """Emit a call of a compiled function of dtypes/."""
+    """Emit LLVM code that calls a compiled function of dtypes/ with the values `args`; returns its result."""
     ensure_compiled(function)
     implementation = context.get_function(types.Dispatcher(function), signature)
     context.add_linking_libs(getattr(implementation, "libs", ()))
@@ -92,7 +93,7 @@ def emit_call(context, builder, function, signature, args):
 
 
 def emit_blocks(context, builder, role, dtype, function, args, n):
-    """Emit the call of a type's function for n values: block by block, or single values at once."""
+    """Emit calls of a type's compiled function for n values: block by block, or all at once if blocks are 1 value."""
     signature = form(role, dtype)
     if dtype.block == 1:
         emit_call(context, builder, function, signature, (*args, n))
@@ -111,7 +112,7 @@ def emit_blocks(context, builder, role, dtype, function, args, n):
 
 
 def blocks_of(role, dtype, function):
-    """Return an intrinsic (*args, n) that calls a type's function for n values."""
+    """Return an intrinsic (*addresses, n): `function`, a Dtype's, compiled for this role, on n values."""
 
     def codegen(context, builder, sig, args):
         emit_blocks(context, builder, role, dtype, function, args[:-1], args[-1])
@@ -122,7 +123,7 @@ def blocks_of(role, dtype, function):
 
 
 def blocks_by_type(role, functions):
-    """Return an intrinsic (qtype, *args, n) that calls the function of the type with that number for n values."""
+    """Return an intrinsic (qtype, *addresses, n): functions[the Dtype numbered qtype] on n values."""
 
     def emit(context, builder, dtype, args):
         emit_blocks(context, builder, role, dtype, functions[dtype], args[:-1], args[-1])
@@ -132,7 +133,7 @@ def blocks_by_type(role, functions):
 
 
 def choice(functions, signature, emit):
-    """Return an intrinsic (qtype, *args): emit(context, builder, dtype, args) for the key of functions numbered so."""
+    """Return an intrinsic (qtype, *args) that runs emit(context, builder, dtype, args) for the Dtype numbered qtype."""
 
     def codegen(context, builder, sig, args):
         result_ptr = cgutils.alloca_once(builder, context.get_value_type(signature.return_type))

@@ -15,7 +15,7 @@ weigh = blocks_by_type("weigh", compile_blocks("weigh", kernel))
 
 @each_task("i64, out_bytes2, out_doubles2, in2, in1", lambda x: len(x))
 def rows(qtype, y, sums, x, w, row_index):
-    """Quantize every finite row of x; writes the sums of squares of its values and rounding errors.
+    """Quantize every finite row of x as type number `qtype`; writes the sums of squares of its values and errors.
 
     x     (N, width)      f32
     w     (width,)        f32, finite and not below zero

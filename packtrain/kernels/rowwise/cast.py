@@ -6,7 +6,7 @@ from numba import types
 from packtrain.kernels.runtime.jit import parallel
 from packtrain.kernels.simd.simd_f32 import BITS, LANES, address, f32x16, load, store
 from packtrain.kernels.simd.simd_i32 import (
-    as_floats, put_short, short_at, shorts_at, vector_of, word_at, writing_intrinsic,
+    as_floats, put_short, short_at, shorts_at, vector16, word_at, writing_intrinsic,
 )  # fmt: skip
 
 out_words_type, words_type = (
@@ -18,6 +18,8 @@ I16 = ir.IntType(16)
 
 
 def emit_rounded(builder, v):
+    """Emit v rounded to bf16, ties to even, as sixteen i16; NaN stays NaN."""
+
     def splat_int(n):
         return ir.Constant(BITS, [n] * LANES)
 
@@ -25,7 +27,7 @@ def emit_rounded(builder, v):
     is_odd = builder.and_(builder.lshr(word, splat_int(16)), splat_int(1))
     up = builder.lshr(builder.add(word, builder.add(is_odd, splat_int(0x7FFF))), splat_int(16))
     is_nan = builder.fcmp_unordered("uno", v, v)
-    return builder.trunc(builder.select(is_nan, splat_int(BF16_NAN), up), vector_of(I16))
+    return builder.trunc(builder.select(is_nan, splat_int(BF16_NAN), up), vector16(I16))
 
 
 put_bf16 = writing_intrinsic(f32x16, emit_rounded)  # sixteen values as bf16

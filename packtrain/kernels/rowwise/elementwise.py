@@ -76,7 +76,7 @@ unary_lanes = chosen_lanes(UNARY_LANES.values())
 
 @part("f32x16(i64, f32x16, f32x16)")
 def two(code, a, b):
-    """Apply the operator `code`, from BINARY, to two vectors."""
+    """Apply the operator `code`, a number in BINARY, to two vectors; returns a vector."""
     if code == ADD:
         return a + b
     if code == SUB:
@@ -141,14 +141,14 @@ def bounded(y, x, negative_slope, low, high, span_start, span_stop):
 
 
 @part("f32x16(boolean, f32x16)")
-def inner(use_gelu, x):
-    """Return the argument of the sigmoid in silu or gelu."""
+def sigmoid_argument(use_gelu, x):
+    """Return u with silu(x) = x * sigmoid(u), or gelu(x) if use_gelu: x itself, or gelu's polynomial of x."""
     return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if use_gelu else x
 
 
 @part("f32x16(boolean, f32x16, f32x16, f32x16)")
 def gate_slope(use_gelu, dy, x, s):
-    """Return dy times the slope of x * s, s = sigmoid(inner(x))."""
+    """Return dy times the slope of silu, or gelu if use_gelu, at x; s is sigmoid(sigmoid_argument(x))."""
     argument_slope = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if use_gelu else x
     return dy * s * fma(argument_slope, 1.0 - s, 1.0)
 
@@ -168,7 +168,7 @@ def gated(use_gelu, y, gate, up, span_start, span_stop):
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         v = load_part(gate, i, left)
-        store_part(y, i, v * sigmoid(inner(use_gelu, v)) * load_part(up, i, left), left)
+        store_part(y, i, v * sigmoid(sigmoid_argument(use_gelu, v)) * load_part(up, i, left), left)
 
 
 @parallel("boolean, out1, out1, in1, in1, in1", lambda dy: (dy.size, 1), serial=SERIAL)
@@ -182,7 +182,7 @@ def gated_back(use_gelu, dgate, dup, dy, gate, up, span_start, span_stop):
         v = load_part(gate, i, num_left)
         w = load_part(up, i, num_left)
         d = load_part(dy, i, num_left)
-        s = sigmoid(inner(use_gelu, v))
+        s = sigmoid(sigmoid_argument(use_gelu, v))
         store_part(dgate, i, gate_slope(use_gelu, d * w, v, s), num_left)
         store_part(dup, i, d * v * s, num_left)
 

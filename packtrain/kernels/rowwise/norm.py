@@ -47,7 +47,7 @@ def rms_norm(y, x, w, eps, row_start, row_stop):
 
 @kernel("f32(i64, i64, i64, i64)")
 def gradient_dot(dy, x, w, width):
-    """Return sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
+    """Return sum(dy * w * x) of rows of `width` f32 at these addresses; w = 0: without a weight."""
     lane_sums = splat(0.0)
     for i in range(0, width, LANES):
         num_left = width - i

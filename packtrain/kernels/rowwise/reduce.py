@@ -68,7 +68,8 @@ def sum_rows(y, x, row_start, row_stop):
 
 
 @kernel("out1, in2, i64, i64")
-def columns_sum(y, x, start, stop):
+def sum_columns_span(y, x, start, stop):
+    """Write the sums over rows of columns start … stop - 1 of x."""
     n, width = x.shape
     for i in range(start, stop, LANES):
         num_left = stop - i
@@ -85,11 +86,11 @@ def columns_sum(y, x, start, stop):
 def sum_cols(y, x):
     """y[j] = sum(x[:, j]); x (N, C), y (C,) f32."""
     width = x.shape[1]
-    spans(columns_sum, (y, x), width, COLUMNS if x.size > SERIAL else width)
+    spans(sum_columns_span, (y, x), width, COLUMNS if x.size > SERIAL else width)
 
 
 @parallel("out2, in2, boolean", lambda x: x.shape, serial=SERIAL)
-def running(y, x, reverse, row_start, row_stop):
+def running_sums(y, x, reverse, row_start, row_stop):
     """Write the running sums of each row of x, from its end if `reverse`; x, y (N, C) f32; y may be x."""
     width = x.shape[1]
     for row in range(row_start, row_stop):

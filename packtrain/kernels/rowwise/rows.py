@@ -22,7 +22,8 @@ pack_f16, pack_q8_0 = (
 
 
 @kernel("i64(ints1, i64)")
-def first_invalid(ids, limit):
+def first_invalid_id(ids, limit):
+    """Return the first index at which ids is `limit` or more; -1 if there is none."""
     for i in range(ids.size):
         if ids[i] >= limit:
             return i
@@ -31,6 +32,7 @@ def first_invalid(ids, limit):
 
 @parallel("out2, i64, bytes2, ints1", lambda y: y.shape, serial=SERIAL)
 def gather_rows(y, qtype, w, ids, row_start, row_stop):
+    """y[i] = w[ids[i]] as f32, zeros where ids[i] < 0; see get_rows."""
     width = y.shape[1]
     for i in range(row_start, row_stop):
         if ids[i] >= 0:
@@ -48,7 +50,7 @@ def get_rows(y, qtype, w, ids):
     ids  (N,)            i32
     y    (N, C)          f32
     """
-    invalid_index = first_invalid(ids, w.shape[0])
+    invalid_index = first_invalid_id(ids, w.shape[0])
     if invalid_index >= 0:
         return invalid_index
     gather_rows(y, qtype, w, ids)
@@ -77,43 +79,44 @@ def scatter_rows(w, x, ids, add):
 
 
 @parallel("out2", lambda y: (y.size, 1), serial=SERIAL)
-def clear_all(y, span_start, span_stop):
+def zero_span(y, span_start, span_stop):
     fill(address(y, span_start), span_stop - span_start, f32(0.0))
 
 
 @kernel("i64(out2, in2, ints1, boolean)")
 def get_rows_back(dw, dy, ids, accumulate):
-    """dw[ids[i]] += dy[i] in the order of i; dw starts from zero unless `accumulate`. Returns what get_rows returns.
+    """dw[ids[i]] += dy[i] in order, from zero unless `accumulate`. Returns -1, or the first i with ids[i] >= V.
 
     dy   (N, C)  f32
     ids  (N,)    i32
     dw   (V, C)  f32
     """
-    invalid_index = first_invalid(ids, dw.shape[0])
+    invalid_index = first_invalid_id(ids, dw.shape[0])
     if invalid_index >= 0:
         return invalid_index
     if not accumulate:
-        clear_all(dw)
+        zero_span(dw)
     scatter_rows(dw, dy, ids, True)
     return -1
 
 
 @kernel("i64(out2, in2, ints1)")
 def set_rows(w, x, ids):
-    """w[ids[i]] = x[i]; of equal indices the last wins. Returns what get_rows returns.
+    """w[ids[i]] = x[i]; of equal indices the last wins. Returns -1, or the first i with ids[i] >= V.
 
     x    (N, C)  f32
     ids  (N,)    i32
     w    (V, C)  f32
     """
-    invalid_index = first_invalid(ids, w.shape[0])
+    invalid_index = first_invalid_id(ids, w.shape[0])
     if invalid_index < 0:
         scatter_rows(w, x, ids, False)
     return invalid_index
 
 
 @parallel("boolean, out_bytes2, in2, ints1", lambda x: x.shape, serial=SERIAL)
-def pack_all(use_f16, w, x, ids, row_start, row_stop):
+def pack_row_span(use_f16, w, x, ids, row_start, row_stop):
+    """Pack rows of x as f16 or Q8_0 into rows ids of w; see pack_rows."""
     row_nbytes, width = w.shape[1], x.shape[1]
     for i in range(row_start, row_stop):
         if ids[i] >= 0:
@@ -126,33 +129,33 @@ def pack_all(use_f16, w, x, ids, row_start, row_stop):
 
 @kernel("i64(boolean, out_bytes2, in2, ints1)")
 def pack_rows(use_f16, w, x, ids):
-    """w[ids[i]] = x[i] packed as f16 if use_f16, else Q8_0; indices are distinct. Returns what get_rows returns.
+    """w[ids[i]] = x[i] as f16 if use_f16, else Q8_0; indices differ. Returns -1, or the first i with ids[i] >= V.
 
     x    (N, C)          f32
     ids  (N,)            i32
     w    (V, row bytes)  u8
     """
-    invalid_index = first_invalid(ids, w.shape[0])
+    invalid_index = first_invalid_id(ids, w.shape[0])
     if invalid_index >= 0:
         return invalid_index
-    pack_all(use_f16, w, x, ids)
+    pack_row_span(use_f16, w, x, ids)
     return -1
 
 
 @parallel("out2, in2", lambda x: (x.size, 1))
-def copy_all(y, x, span_start, span_stop):
+def copy_span(y, x, span_start, span_stop):
     copy(address(y, span_start), address(x, span_start), span_stop - span_start)
 
 
 @kernel("i64(out2, in2, ints1)")
 def zero_rows(y, x, ids):
-    """y = x with rows ids[i] zero; x, y (N, C) f32, ids (M,) i32; y may be x. Returns what get_rows returns."""
+    """y = x (N, C) with rows ids[i] (M,) zero; y may be x. Returns -1, or the first i with ids[i] >= N."""
     n, width = x.shape
-    invalid_index = first_invalid(ids, n)
+    invalid_index = first_invalid_id(ids, n)
     if invalid_index >= 0:
         return invalid_index
     if address(x, 0) != address(y, 0):
-        copy_all(y, x)
+        copy_span(y, x)
     for i in range(ids.size):
         if ids[i] >= 0:
             fill(address(y, i64(ids[i]) * width), width, f32(0.0))

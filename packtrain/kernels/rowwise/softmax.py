@@ -14,7 +14,7 @@ VALUES_PER_RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 @part("f32x16(i64, i64, i64, i64, f32)")
 def masked(x_ptr, mask_ptr, i, left, scale):
-    """Return scale * x + mask, -inf beyond `left` lanes; rows by address, because arrays would be reference-counted."""
+    """Return 16 scores scale * x + mask, -inf beyond `left`; rows by address: arrays would be reference-counted."""
     v = load_part(x_ptr, i, left) * scale
     if mask_ptr:
         v += load_part(mask_ptr, i, left)

@@ -16,7 +16,7 @@ from packtrain.kernels.simd.simd_f32 import (
     store_part, total,
 )  # fmt: skip
 from packtrain.kernels.simd.simd_i32 import (
-    I16, byte_at, char_at, i32x16, put_byte, put_short, reading, short_at, to_bits, vector_of, word_at,
+    I16, byte_at, char_at, i32x16, put_byte, put_short, reading, short_at, to_bits, vector16, word_at,
     writing_intrinsic,
 )  # fmt: skip
 
@@ -26,8 +26,8 @@ CODED_BLOCK = 256  # values that share a scale in 8 bits
 FIRST_CODED = 103 << 7  # upper 16 bits of 2^-24
 PART_SIZE = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
-words_at = reading(vector_of(I32), i32x16, lambda builder, v: v)
-put_shorts = writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector_of(I16)))
+words_at = reading(vector16(I32), i32x16, lambda builder, v: v)
+put_shorts = writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector16(I16)))
 
 
 @kernel("i64, i64, i64, i64, i64")
@@ -50,7 +50,7 @@ def round_at_random(w, part_ptr, key, first_element, n):
 
 @njit(inline="always")
 def update_parts(update_span, args, qtype, w, gate, key, span_start, span_stop):
-    """Call update_span(address of f32 weights, *args, gate, start, stop), for bf16 by converted parts."""
+    """Call update_span(address of f32 weights, *args, gate, start, stop) on w; bf16 (`qtype`) is converted in parts."""
     factor = gate[0] if gate.size else f32(1.0)
     if not math.isfinite(factor):
         return
@@ -67,6 +67,7 @@ def update_parts(update_span, args, qtype, w, gate, key, span_start, span_stop):
 
 @kernel("i64, in1, out1, out1, in1, f32, f32, i64, i64")
 def adamw_span(w, g, m, v, hyper, decay, gate, span_start, span_stop):
+    """Update f32 weights at address w, elements span_start … span_stop - 1, and m, v; see adamw."""
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[4]) * decay))
     rate = splat(f32(-f64(hyper[0]) / f64(hyper[5])))
     root_factor = splat(f32(1.0 / math.sqrt(f64(hyper[6]))))
@@ -176,6 +177,7 @@ def adamw8bit(
 
 @kernel("i64, in1, in1, f32, f32, i64, i64")
 def sgd_span(w, g, hyper, decay, gate, span_start, span_stop):
+    """Update f32 weights at address w, elements span_start … span_stop - 1; see sgd."""
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
     rate = splat(-hyper[2 if hyper.size == 3 else 0] * gate)
     for i in range(span_start, span_stop, LANES):

@@ -159,7 +159,7 @@ def run_all(rows, at, num_calls):
 
 @part("i64(longs2, i64)")
 def tasks_of(every, step):
-    """Return how many tasks of `step` columns joined products have, the rows of `every`: see packed.products."""
+    """Return how many tasks of `step` columns joined products have; the rows of `every`: see packed.products."""
     num_tasks = i64(0)
     for i in range(len(every)):
         num_tasks += -(-every[i, 1] // step)
@@ -168,7 +168,7 @@ def tasks_of(every, step):
 
 @part("UniTuple(i64, 2)(longs2, i64, i64)")
 def part_of(every, step, task):
-    """Return (row of `every`, first column) of the joined product to which a task belongs; see tasks_of."""
+    """Return (row of `every`, first column) of the product that task number `task` computes, of those of tasks_of."""
     product_index = i64(0)
     while task >= -(-every[product_index, 1] // step):
         task -= -(-every[product_index, 1] // step)
@@ -270,9 +270,9 @@ def {name}({parameters}):
 
 
 @part("i64(i64, i64, i64, i64)")
-def span_length(count, size, serial, block):
+def span_length(count, size, serial, values_per_span):
     """Return how many of `count` items of `size` values make a span: all of them up to `serial` values."""
-    return count if count * size <= serial else block // max(size, 1)
+    return count if count * size <= serial else values_per_span // max(size, 1)
 
 
 def parallel(signature, work, *, serial=-1, block=BLOCK, form=SPANS):

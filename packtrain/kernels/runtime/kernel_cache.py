@@ -101,14 +101,14 @@ def fingerprint(name: str) -> str:
 
 
 @cache
-def _parsed(source: str) -> list[ast.stmt]:
+def _parsed_statements(source: str) -> list[ast.stmt]:
     return ast.parse(source).body
 
 
 @cache
 def role_source(source: str, role: str) -> str:
     """Return what `role`, names of roles by spaces, needs of a source of dtypes/: no functions that only others use."""
-    nodes = _parsed(source)
+    nodes = _parsed_statements(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     role_functions = [f for f in functions if not decorator_names(f).isdisjoint(role.split())]
     called = [*role_functions, *(node for node in nodes if node not in functions)]

@@ -24,7 +24,7 @@ def fold_vectors(builder, vectors, combine):
 
 
 def fold_halves(builder, vectors, width, combine):
-    """Combine the two halves of each part of 2 * `width` lanes, in one vector or two."""
+    """Emit combine(lower half, upper half) of each part of 2 * `width` lanes, in one vector or two of `vectors`."""
     starts = range(0, len(vectors) * vectors[0].type.count, 2 * width)
     halves = (
         ir.Constant(ir.VectorType(I32, len(starts) * width), [s + i for s in starts for i in half])

@@ -39,9 +39,9 @@ def fma_chains(builder, num_rounds, factor):
 
 
 @each_task("out1, f32, i64", lambda y: y.size // LANES)
-def multiply_adds(y, factor, num_rounds, number):
+def multiply_adds(y, factor, num_rounds, vector_index):
     """Run `num_rounds` rounds of fma_chains for each vector of y, one task each, and write the sums to y."""
-    store(y, number * LANES, fma_chains(num_rounds, factor))
+    store(y, vector_index * LANES, fma_chains(num_rounds, factor))
 
 
 @kernel("out1, in1, i64, i64")
@@ -51,6 +51,6 @@ def copy_span(y, x, span_start, span_stop):
 
 
 @kernel("out1, in1, i64")
-def copied(y, x, num_tasks):
+def copy_on_threads(y, x, num_tasks):
     """y = x, whole vectors, in `num_tasks` equal spans on the threads."""
     spans(copy_span, (y, x), y.size, -(-y.size // (num_tasks * LANES)) * LANES)

@@ -22,14 +22,14 @@ TILE_HEIGHTS, MAX_VECTORS = (
 )
 
 
-def at(builder, base_pointer, row, stride, column):
-    """Return the pointer to base_pointer[row * stride + column]."""
-    index = builder.add(builder.mul(row, stride), column)
+def at(builder, base_pointer, row, row_stride, column):
+    """Emit the pointer to base_pointer[row * row_stride + column], of f32."""
+    index = builder.add(builder.mul(row, row_stride), column)
     return builder.gep(base_pointer, [index], source_etype=F32)
 
 
 def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, depth, add):
-    """Emit c (height, width * 16) = a b, plus c where `add`, with sums in registers; by_column: a lies by columns."""
+    """Emit c (height, 16 width) = a b, plus c where `add`, with sums in registers; by_column: a lies by columns."""
     tile_cells = [(i, j) for i in range(height) for j in range(width)]
     c_ptrs = {(i, j): at(builder, c, I64(i), ldc, I64(j * LANES)) for i, j in tile_cells}
     sums = {tile_cell: cgutils.alloca_once_value(builder, ZERO) for tile_cell in tile_cells}

@@ -45,14 +45,14 @@ class VectorModel(models.PrimitiveModel):
 
 
 def spread(builder, value, vector_type):
-    """Emit a vector with `value` in every lane."""
+    """Emit a vector of vector_type with `value` in every lane."""
     first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), value, I32(0))
     lane_order = ir.Constant(ir.VectorType(I32, vector_type.count), [0] * vector_type.count)
     return builder.shuffle_vector(first_lane, first_lane, lane_order)
 
 
 def call(builder, name, result_type, *args):
-    """Emit a call of LLVM's intrinsic `name`."""
+    """Emit a call of LLVM's intrinsic `name` with the values `args`."""
     function_type = ir.FunctionType(result_type, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
@@ -107,7 +107,7 @@ f32x16 = computing_type("f32x16", VECTOR, types.Number, f32, FLOAT_OPERATORS)
 
 
 def intrinsic_of(count, typed):
-    """Return an intrinsic of `count` parameters, which numba counts, from typed(typingctx, *kinds)."""
+    """Return an intrinsic of `count` parameters, which numba counts, from typed(typingctx, *types)."""
     names = ["typingctx", *(f"value{param_index}" for param_index in range(count))]
     typed.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])
     return intrinsic(typed)
@@ -142,18 +142,21 @@ def emit_max(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
-def emit_scaled(builder, p, t):
-    power = builder.shl(builder.bitcast(t, BITS), ir.Constant(BITS, [23] * LANES))
-    return builder.bitcast(builder.add(builder.bitcast(p, BITS), power), VECTOR)
+def emit_scaled(builder, mantissa, shifted_exponent):
+    """Emit mantissa * 2**n by adding the low bits of shifted_exponent to those of the exponent."""
+    power = builder.shl(builder.bitcast(shifted_exponent, BITS), ir.Constant(BITS, [23] * LANES))
+    return builder.bitcast(builder.add(builder.bitcast(mantissa, BITS), power), VECTOR)
 
 
 def emit_exponent(builder, x):
+    """Emit the exponents of x, as f32: x = mantissa * 2**exponent."""
     shift, bias = (ir.Constant(BITS, [n] * LANES) for n in (23, 127))
     field = builder.ashr(builder.bitcast(x, BITS), shift)
     return builder.sitofp(builder.sub(field, bias), VECTOR)
 
 
 def emit_mantissa(builder, x):
+    """Emit the mantissas of x, from 1 up to 2."""
     keep, one = (ir.Constant(BITS, [n] * LANES) for n in (0x7FFFFF, 0x3F800000))
     return builder.bitcast(builder.or_(builder.and_(builder.bitcast(x, BITS), keep), one), VECTOR)
 
@@ -175,16 +178,17 @@ exponent = lanewise(emit_exponent, 1)
 mantissa = lanewise(emit_mantissa, 1)
 
 
-def element(context, builder, kind, value, index):
-    """Emit the pointer to element `index` of an f32 array, counted flat, or of the address `value`."""
-    if isinstance(kind, types.Array):
-        base_pointer = context.make_array(kind)(context, builder, value).data
+def element_address(context, builder, numba_type, array_or_address, index):
+    """Emit the pointer to element `index` of an f32 array, counted flat, or of an address."""
+    if isinstance(numba_type, types.Array):
+        base_pointer = context.make_array(numba_type)(context, builder, array_or_address).data
     else:
-        base_pointer = builder.inttoptr(value, F32.as_pointer())
+        base_pointer = builder.inttoptr(array_or_address, F32.as_pointer())
     return builder.gep(base_pointer, [index])
 
 
 def first_lanes(builder, left):
+    """Emit the mask of the first `left` lanes."""
     lane_indices = ir.Constant(BITS, list(range(LANES)))
     return builder.icmp_signed("<", lane_indices, spread(builder, builder.trunc(left, I32), BITS))
 
@@ -204,7 +208,7 @@ def write_masked(builder, value, pointer, mask=None):
 
 
 def branch_on_full(builder, left, emit):
-    """Emit a branch: emit(None) where left >= 16, else emit(mask of the first lanes); returns their value, if any."""
+    """Emit emit(None) for 16 lanes left, else emit(mask of the first `left`); returns their value, if there is one."""
     with builder.if_else(builder.icmp_signed(">=", left, I64(LANES)), likely=True) as (then, other):
         with then:
             a, a_block = emit(None), builder.block
@@ -218,13 +222,13 @@ def branch_on_full(builder, left, emit):
     return phi
 
 
-def array_or_address(kind):
+def array_or_address(numba_type):
     """Return numba's type of a place in memory: an f32 array or an address; raises TypingError for others."""
-    if isinstance(kind, types.Array) and kind.dtype == f32:
-        return kind
-    if isinstance(kind, types.Integer):
+    if isinstance(numba_type, types.Array) and numba_type.dtype == f32:
+        return numba_type
+    if isinstance(numba_type, types.Integer):
         return i64
-    raise errors.TypingError(f"expected an f32 array or an address, not {kind}")
+    raise errors.TypingError(f"expected an f32 array or an address, not {numba_type}")
 
 
 def memory_instruction(result_type, *arg_types, pointee=VECTOR):
@@ -236,7 +240,7 @@ def memory_instruction(result_type, *arg_types, pointee=VECTOR):
     def define_intrinsic(emit):
         def typed(typingctx, x, i, *_):
             def codegen(context, builder, sig, args):
-                pointer = element(context, builder, sig.args[0], *args[:2])
+                pointer = element_address(context, builder, sig.args[0], *args[:2])
                 pointer = builder.bitcast(pointer, pointee.as_pointer())
                 value = emit(builder, pointer, *args[2:])
                 return context.get_dummy_value() if result_type == void else value
@@ -288,9 +292,9 @@ def poke(builder, pointer, value):
 
 
 @instruction(f32x16, f32x16, i64, f32x16)
-def keep_first(builder, v, left, fill):
-    """Return the first `left` lanes of v, `fill` in the others."""
-    return builder.select(first_lanes(builder, left), v, fill)
+def keep_first(builder, v, num_lanes, fill):
+    """Return the first num_lanes lanes of v, `fill` in the others."""
+    return builder.select(first_lanes(builder, num_lanes), v, fill)
 
 
 def fold_intrinsic(combine):

@@ -48,12 +48,13 @@ def writing_intrinsic(value_type, emit):
     return simd_f32.instruction(void, i64, i64, value_type)(emit_write)
 
 
-def vector_of(element_type):
+def vector16(element_type):
+    """Return LLVM's type of a vector of sixteen elements."""
     return ir.VectorType(element_type, LANES)
 
 
 def emit_half(builder, v):
-    """Emit f16 bits as f32. LLVM's instructions wait for the last use of a register: half the speed of dot products."""
+    """Emit f16 bits as f32. LLVM's own instructions wait for the last use of a register: half the speed of dots."""
     if not F16C:
         return builder.fpext(builder.bitcast(v, HALF), F32)
     function_type = ir.FunctionType(F32, [I32])
@@ -62,24 +63,24 @@ def emit_half(builder, v):
     )
 
 
-bytes_at = reading(vector_of(I8), i32x16, lambda builder, v: builder.zext(v, BITS))
-chars_at = reading(vector_of(I8), i32x16, lambda builder, v: builder.sext(v, BITS))
-shorts_at = reading(vector_of(I16), i32x16, lambda builder, v: builder.zext(v, BITS))
-halves_at = reading(vector_of(HALF), f32x16, lambda builder, v: builder.fpext(v, VECTOR))
+bytes_at = reading(vector16(I8), i32x16, lambda builder, v: builder.zext(v, BITS))
+chars_at = reading(vector16(I8), i32x16, lambda builder, v: builder.sext(v, BITS))
+shorts_at = reading(vector16(I16), i32x16, lambda builder, v: builder.zext(v, BITS))
+halves_at = reading(vector16(HALF), f32x16, lambda builder, v: builder.fpext(v, VECTOR))
 byte_at = reading(I8, i64, lambda builder, v: builder.zext(v, I64))
 char_at = reading(I8, i64, lambda builder, v: builder.sext(v, I64))
 short_at = reading(I16, i64, lambda builder, v: builder.zext(v, I64))
 word_at = reading(I32, i64, lambda builder, v: builder.zext(v, I64))
 half_at = reading(I16, f32, emit_half)
 put_byte = writing_intrinsic(i64, lambda builder, v: builder.trunc(v, I8))
-put_bytes = writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector_of(I8)))
+put_bytes = writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector16(I8)))
 put_short = writing_intrinsic(i64, lambda builder, v: builder.trunc(v, I16))
 put_word = writing_intrinsic(i64, lambda builder, v: builder.trunc(v, I32))
 put_half = writing_intrinsic(f32, lambda builder, v: builder.fptrunc(v, HALF))
 
 
 def emit_pick(builder, values, lane_indices):
-    """Emit values[lane_indices] by lane; only the low four bits of an index count."""
+    """Emit values[lane_indices] by lane, from a table of 16 values; only the low four bits of an index count."""
     if AVX512:  # one permutation, which LLVM finds in the other form only at times
         return simd_f32.call(
             builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, lane_indices
@@ -140,7 +141,7 @@ low_2 = low_bits_intrinsic(2)
 
 
 def select_intrinsic(emit):
-    """Return an intrinsic (v, bits, w): emit(builder, v, w) in lane i where bit i is set, elsewhere v."""
+    """Return an intrinsic (v, bits, w): in lane i emit(builder, v, w) where bit i of `bits` is set, elsewhere v."""
 
     def emit_where(builder, v, lane_bits, w):
         mask = builder.bitcast(builder.trunc(lane_bits, I16), MASK)
@@ -158,7 +159,7 @@ def bytes_of(builder, low_word, high_word):
     word_pair = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
     for word_index, word in enumerate((low_word, high_word)):
         word_pair = builder.insert_element(word_pair, word, I32(word_index))
-    return builder.zext(builder.bitcast(word_pair, vector_of(I8)), BITS)
+    return builder.zext(builder.bitcast(word_pair, vector16(I8)), BITS)
 
 
 @simd_f32.instruction(i32x16)
@@ -168,7 +169,7 @@ def lane_numbers(builder):
 
 
 def converting(vector_type, result_type, emit):
-    """Return an intrinsic on one vector: emit(builder, vector)."""
+    """Return an intrinsic that turns one vector of vector_type into result_type by emit(builder, vector)."""
     return simd_f32.instruction(result_type, vector_type)(emit)
 
 
@@ -189,6 +190,7 @@ set_lanes = converting(i32x16, i64, emit_set_lanes)  # bit i: lane i is not zero
 
 @simd_f32.instruction(f64x16)
 def zero_sums(builder):
+    """Return sixteen sums in f64, all zero, for add_squares."""
     return ir.Constant(DOUBLE_VECTOR, [0.0] * LANES)
 
 

@@ -19,8 +19,9 @@ CHUNK = 32  # tokens between states that are saved for the gradient
 
 
 @part("i64(i64, i64, i64, i64)")
-def head_group(h, H, G, tiled):
-    return h % G if tiled else h // (H // G)
+def group_of_head(head, num_heads, num_groups, tiled):
+    """Return the group of a head: its heads are num_groups apart if `tiled`, else together."""
+    return head % num_groups if tiled else head // (num_heads // num_groups)
 
 
 @part("f32(i64, i64, f32)")
@@ -62,7 +63,7 @@ def advance(y, s, v, q, k, decay, beta, eps, p, n):
 
 
 @each_task("out2, out3, in2, in2, in2, ints1, i64, i64, i64, f32", lambda states: len(states))
-def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
+def delta_rule(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
     """Run all heads through their tokens; each row of the batch, and each sequence in it, starts from a state of zeros.
 
     y            (N, H P)  f32, N a multiple of `T`
@@ -74,7 +75,7 @@ def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
     """
     H, (_, p, n) = beta.shape[1], states.shape
     batch, h = task // H, task % H
-    group, state = head_group(h, H, G, tiled), address(states, task * p * n)
+    group, state = group_of_head(h, H, G, tiled), address(states, task * p * n)
     for t in range(batch * T, (batch + 1) * T):
         if is_start(seq, t, T):
             fill(state, p * n, f32(0.0))
@@ -89,7 +90,7 @@ def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
 
 @kernel("f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64)")
 def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta, p, n):
-    """Advance the state (p, n) by a token, write errors (p,), add to dq (n,) q's gradient; returns dy y.
+    """Advance the state (p, n) by a token, write errors (p,), add to dq (n,) q's gradient; returns dy · y.
 
     Arrays are f32 at addresses, dy and v (p,), q and k (n,); q_scale and k_scale are 1 over the lengths of q and k.
     """
@@ -110,7 +111,7 @@ def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta,
 
 
 @kernel("i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64")
-def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, beta, p, n):
+def state_back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, beta, p, n):
     """Turn the gradient (p, n) of the state after a token into that of the state before the token.
 
     row_grads (p,) gets the gradient of what the token added along k; dk (n,) += the gradient of k's direction. Arrays
@@ -136,7 +137,7 @@ def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, b
 
 
 @kernel("i64, i64, i64, in2, in2, in2, ints1, i64, UniTuple(i64, 7)")
-def earlier(dk, row_grads, state, x, decay, beta, seq, t, place):
+def subtract_earlier_keys(dk, row_grads, state, x, decay, beta, seq, t, place):
     """dk (n,) -= beta row_grads^T S; the state S before token t is the chunk's first one plus what the chunk has added.
 
     place = T, k_at (where in a row of x the key is), addresses of k_scales and errors of the row of the batch, h, p, n
@@ -157,7 +158,7 @@ def earlier(dk, row_grads, state, x, decay, beta, seq, t, place):
 
 @part("i64, i64, f32, i64")
 def normalize_back(dx, x, inverse_norm, n):
-    """Turn dx (n,), at an address, from the gradient of x / |x| into that of x; `inverse_norm` is 1 / |x|."""
+    """Turn dx (n,), at an address, from the gradient of x / |x| into that of x; inverse_norm is 1 / |x|."""
     projection = f32(dot(dx, x, n) * f64(inverse_norm) * f64(inverse_norm))
     add_scaled(dx, x, -projection, n)
     for j in range(0, n, LANES):
@@ -196,14 +197,14 @@ def backward_head(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, 
         dk, token_errors = address(dx, token * width + k_at), address(errors, t * p)
         by, k_scales = beta[token, h], address(stats, T)
         is_first, before = is_start(seq, token, T), address(states, t // CHUNK * state_size)
-        back(
+        state_back(
             slope, missing, dk, token_errors, address(dy, (token * H + h) * p), address(at, q_at),
             address(at, k_at),
             peek(stats, t), peek(stats, T + t), f32(0.0) if is_first else decay_factor(decay[token, h]), by, p, n,
         )  # fmt: skip
         if not is_first:
             place = T, k_at, k_scales, errors, h, p, n
-            earlier(dk, missing, before, x, decay, beta, seq, token, place)
+            subtract_earlier_keys(dk, missing, before, x, decay, beta, seq, token, place)
         decay_slope += peek(stats, 2 * T + t) - by * dot(missing, address(at, v_at), p)
         if t % CHUNK == 0:
             decay_slope = dot(slope, before, state_size)
@@ -218,10 +219,10 @@ def backward_head(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, 
     "out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ints1, i64, i64, i64, f32",
     lambda states: len(states),
 )
-def delta_back(
+def delta_rule_back(
     dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps, task
 ):
-    """Write the gradients of delta: a pass forward for the queries', one back for the others.
+    """Write the gradients of delta_rule: a pass forward for the queries', one back for the others.
 
     The state before a token, which keys' gradients need, is the state before the chunk plus what the chunk's tokens
     added. No state is computed backwards, which would divide by decays. Scratch, f32, with L rows of the batch:
@@ -238,7 +239,7 @@ def delta_back(
             poke(rest, stat_row * T + t, inverse(address(x, (batch * T + t) * width + at), n, eps))
             fill(address(dx, (batch * T + t) * width + at), n, f32(0.0))
     for h in range(H):  # one after the other: they share the group's queries and keys
-        if head_group(h, H, G, tiled) == group:
+        if group_of_head(h, H, G, tiled) == group:
             head = T, batch, q_at, k_at, 2 * G * n + h * p, h, p, n
             forward_head(dx, state, err_ptr, rest, dy, x, decay, beta, seq, head)
             outputs = dx, ddecay, dbeta
@@ -256,9 +257,9 @@ def delta_back(
     "out2, out4, in2, in2, in2, ints1, ints1, ints1, i64, i64, f32", lambda states: states.shape[1]
 )
 def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps, h):
-    """Compute delta for tokens of several sequences in turn, from states in cells to cells, as scan_cells."""
+    """Run delta_rule for tokens of several sequences in turn, from cells to cells; arguments: see scan.scan_cells."""
     _, H, p, n = states.shape
-    group = head_group(h, H, G, tiled)
+    group = group_of_head(h, H, G, tiled)
     load_states(states, sources, targets, h)
     for t in range(len(x)):
         cell, y_row = i64(targets[token_seqs[t]]), address(y, (t * H + h) * p)

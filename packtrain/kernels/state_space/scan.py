@@ -70,8 +70,8 @@ def scan(y, states, x, delta, a, skip, seq, T, G):
 
 
 @kernel("i64, i64, i64, i64, f32, f32, i64, i64")
-def forward(state, dc_row, dy, x, delta, decay, p, n):
-    """Advance a head's state by one token; dc_row (n,) has B at first, then the sum over p of dy S. Addresses first."""
+def forward_token(state, dc_row, dy, x, delta, decay, p, n):
+    """Advance a head's state by a token; dc_row (n,) has B at first, then the sum over p of dy S. f32 addresses."""
     for k in range(0, n, LANES):
         left = n - k
         b, dot_sums = load_part(dc_row, k, left), splat(0.0)
@@ -105,7 +105,7 @@ def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
 
 
 @kernel("out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ints1, i64, i64, i64")
-def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
+def share_back(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
     """Compute scan_back's gradients of a share of a group's heads; `task` counts shares, groups, rows of the batch."""
     H, (_, p, n) = len(a), states.shape
     group_heads = H // G
@@ -123,7 +123,7 @@ def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq,
             d, b = delta[token, h], address(x_row, H * p + group * n)
             copy(grad_row, b, n)
             decay, dy_row = f32(math.exp(f64(d) * f64(a[h]))), address(dy, (token * H + h) * p)
-            forward(state, grad_row, dy_row, address(x_row, h * p), d, decay, p, n)
+            forward_token(state, grad_row, dy_row, address(x_row, h * p), d, decay, p, n)
             add_scaled(address(dc_rows, t * n), grad_row, f32(1.0), n)
             poke(scores, t, f32(dot(grad_row, address(b, G * n), n)))
         fill(state, p * n, f32(0.0))
@@ -176,7 +176,7 @@ def scan_back(
     H = len(a)
     num_shares = min(H // G, SHARES)
     task_args = (dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G)
-    each(share, task_args, len(states))
+    each(share_back, task_args, len(states))
     each(sum_group_grads, (dx, bc_grads, dy.shape[1], G, num_shares), len(x))
     for h in range(H):
         da[h], dskip[h] = f32(0.0), f32(0.0)

@@ -38,6 +38,7 @@ def code_point_at(raw, byte_index):
 
 @part("i64(bytes1, i64, i64)")
 def hash_bytes(raw, start, stop):
+    """Return the FNV hash of raw[start:stop]."""
     hash_value = i64(FNV_BASIS)
     for i in range(start, stop):
         hash_value = (hash_value ^ i64(raw[i])) * FNV_PRIME
@@ -114,7 +115,7 @@ def split(symbols, transitions, first_state, part_ends, count, word_ends):
 
 
 @kernel("i64(bytes1, bytes1, boolean, out_ints1, i64, out_ints1)")
-def threes(symbols, is_in_run, after, part_ends, count, new_ends):
+def cut_threes(symbols, is_in_run, after, part_ends, count, new_ends):
     """Divide runs of characters whose class `is_in_run` into threes from their end; returns how many parts result.
 
     symbols              class of each byte, as classify writes it
@@ -151,7 +152,7 @@ def threes(symbols, is_in_run, after, part_ends, count, new_ends):
 
 
 @kernel("i64(bytes1, out_longs1, out_ints1, i64, out_ints1)")
-def cut(raw, join_table, part_ends, count, new_ends):
+def cut_unjoined(raw, join_table, part_ends, count, new_ends):
     """Divide parts, ending at part_ends, between characters that no token (join_table) joins; new_ends gets all ends.
 
     join_table is a hash table of pairs of code points, left << 21 | right; returns how many parts result
@@ -179,7 +180,8 @@ def cut(raw, join_table, part_ends, count, new_ends):
 
 
 @kernel("out_longs1, out_longs1")
-def fill_joins(pair_keys, join_table):
+def fill_join_table(pair_keys, join_table):
+    """Enter keys of pairs of characters into a hash table that has NONE everywhere; see cut_unjoined."""
     mask = len(join_table) - 1
     for pair_key in pair_keys:
         slot = mix_key(pair_key) & mask
@@ -189,7 +191,7 @@ def fill_joins(pair_keys, join_table):
 
 
 @kernel("bytes1, bytes1, out_ints1, out_ints1, out_ints1, out_bytes1")
-def spot(raw, names_text, name_starts, pair_heads, name_ids, is_present):
+def find_names(raw, names_text, name_starts, pair_heads, name_ids, is_present):
     """Set is_present[number] of those names of a string table, two bytes long at least, that occur in `raw`.
 
     name_ids from pair_heads[pair] up to pair_heads[pair + 1] are names that begin with a pair of bytes

@@ -83,6 +83,7 @@ def find_pair(left_id, right_id, pair_table):
 
 @part("i64(out_longs1, i64, i64)")
 def push_heap(heap, heap_size, key):
+    """Add a key to a heap of heap_size keys, the smallest first; returns the new size."""
     heap_index = heap_size
     while heap_index > 0 and heap[(heap_index - 1) >> 1] > key:
         heap[heap_index] = heap[(heap_index - 1) >> 1]
@@ -111,13 +112,13 @@ def pop_heap(heap, heap_size):
 
 
 @part("i64(i64, bytes1, vocabulary_type, out_ints2)", forceinline=False)
-def pair_price(i, raw, vocabulary, room):
-    """Return order << 32 | merged id of parts i and the next, columns of `room`, or NONE if they do not merge."""
+def pair_merge(part_index, raw, vocabulary, parts):
+    """Return order << 32 | merged id of a part (a column of `parts`) and the next, or NONE if they do not merge."""
     strings, pair_table, token_order, _ = vocabulary
-    j = room[NEXT_PART, i]
+    j = parts[NEXT_PART, part_index]
     if len(token_order) == 0:
-        return find_pair(i64(room[PART_ID, i]), i64(room[PART_ID, j]), pair_table)
-    n = find_string(raw, room[AT, i], room[AT, room[NEXT_PART, j]], strings)
+        return find_pair(i64(parts[PART_ID, part_index]), i64(parts[PART_ID, j]), pair_table)
+    n = find_string(raw, parts[AT, part_index], parts[AT, parts[NEXT_PART, j]], strings)
     return n if n == NONE else i64(token_order[n]) << 32 | n
 
 
@@ -131,7 +132,7 @@ def merge_parts(count, raw, vocabulary, buffers):
     heap_size = 0
     pair_prices[count - 1] = NONE
     for i in range(count - 1):
-        pair_prices[i] = pair_price(i, raw, vocabulary, part_rows)
+        pair_prices[i] = pair_merge(i, raw, vocabulary, part_rows)
         if pair_prices[i] != NONE:
             heap_size = push_heap(heap, heap_size, pair_prices[i] & ~LOW_WORD | i)
     while heap_size:
@@ -146,30 +147,30 @@ def merge_parts(count, raw, vocabulary, buffers):
         pair_prices[i] = pair_prices[j] = NONE
         if part_after < count:
             part_rows[PREVIOUS_PART, part_after] = i
-            pair_prices[i] = pair_price(i, raw, vocabulary, part_rows)
+            pair_prices[i] = pair_merge(i, raw, vocabulary, part_rows)
             if pair_prices[i] != NONE:
                 heap_size = push_heap(heap, heap_size, pair_prices[i] & ~LOW_WORD | i)
         before = i64(part_rows[PREVIOUS_PART, i])
         if before >= 0:
-            pair_prices[before] = pair_price(before, raw, vocabulary, part_rows)
+            pair_prices[before] = pair_merge(before, raw, vocabulary, part_rows)
             if pair_prices[before] != NONE:
                 heap_size = push_heap(heap, heap_size, pair_prices[before] & ~LOW_WORD | before)
 
 
 @part("i64(bytes1, i64, i64, vocabulary_type, boolean, out_ints2)", forceinline=False)
-def split_word(raw, start, stop, vocabulary, by_char, room):
-    """Write raw[start:stop]'s parts to room: bytes or (by_char) characters, ids if pairs merge; returns how many."""
+def split_word(raw, start, stop, vocabulary, by_char, parts):
+    """Write raw[start:stop]'s parts to `parts`: bytes or (by_char) characters, ids if pairs merge; returns how many."""
     strings, _, token_order, singles = vocabulary
     num_parts, at = 0, start
     while at < stop:
         part_nbytes = char_nbytes(raw, at) if by_char else 1
-        room[AT, num_parts], room[PART_ID, num_parts] = at, NONE if by_char else singles[raw[at]]
+        parts[AT, num_parts], parts[PART_ID, num_parts] = at, NONE if by_char else singles[raw[at]]
         if by_char and len(token_order) == 0:
-            room[PART_ID, num_parts] = find_string(raw, at, at + part_nbytes, strings)
-        room[PREVIOUS_PART, num_parts], room[NEXT_PART, num_parts] = num_parts - 1, num_parts + 1
+            parts[PART_ID, num_parts] = find_string(raw, at, at + part_nbytes, strings)
+        parts[PREVIOUS_PART, num_parts], parts[NEXT_PART, num_parts] = num_parts - 1, num_parts + 1
         at += part_nbytes
         num_parts += 1
-    room[AT, num_parts] = stop
+    parts[AT, num_parts] = stop
     return num_parts
 
 
@@ -193,7 +194,7 @@ def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
 
 @kernel("i64(bytes1, i64, i64, vocabulary_type, i64, i64, boolean, rooms, out_ints1, i64)")
 def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buffers, ids, num_ids):
-    """Merge word raw[start:stop] and append its tokens to ids; returns the new num_ids, or NONE if it has none."""
+    """Merge word raw[start:stop] of bytes or (by_char) characters, append ids; returns num_ids, or NONE if no token."""
     strings, _, token_order, singles = vocabulary
     room, has_scores = buffers[0], len(token_order) > 0
     num_parts = split_word(raw, start, stop, vocabulary, by_char, room)

@@ -37,8 +37,7 @@ def lazy_kernel(module: str, name: str) -> Callable[..., Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a Triton kernel on the device of its first argument; on `meta` tensors, do nothing, so that only temporaries
-    are measured."""
+    """Run a Triton kernel on its first argument's device; on `meta` tensors nothing, to measure only temporaries."""
     if not args[0].is_meta and all(grid):
         with import_module("torch").cuda.device_of(args[0]):
             kernel[grid](*args, **constants)

@@ -100,13 +100,14 @@ def _store_results(y, lse, output, row_max, row_sum, rows, d, queries, width, ro
 
 
 @triton.jit
-def _attend(
+def _attend_queries(
     y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks,
     queries, keys, heads, kv, width, scale, softcap, window: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write y and lse of M queries of a head, by tiles of N keys; arguments as in ops.attention, sizes and flags."""
     batch, query_ids, d, at, line = query_offsets(queries, heads, width, M, D)
     head = tl.program_id(1) % heads
     kv_offset = (batch * keys * kv + head // (heads // kv)) * width
@@ -142,6 +143,7 @@ def _attend(
 
 
 def kernel_flags(q_pos, q_seq, length, softcap):
+    """Return the HAS_… constants of the attention kernels: which optional inputs there are."""
     flags = {"HAS_POSITIONS": q_pos is not None, "HAS_SEQUENCES": q_seq is not None}
     return flags | {"HAS_LENGTH": length is not None, "HAS_SOFTCAP": softcap > 0}
 
@@ -160,7 +162,7 @@ def attention(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale,
     flags = kernel_flags(q_pos, q_seq, length, softcap) | {"HAS_SINKS": sinks is not None} | FACTORS
     grid = blocks(num_queries, m), b * num_heads
     options = flags | {"M": m, "N": n, "D": d, "num_warps": warps}
-    launch(_attend, grid, *out, q, k, v, *optional_inputs, *size_args, **options)
+    launch(_attend_queries, grid, *out, q, k, v, *optional_inputs, *size_args, **options)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------
@@ -200,6 +202,7 @@ def _key_grads(
     HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write dk and dv of N keys of a KV head, summed over its query heads; lse and sums are by query."""
     batch, kv_head = tl.program_id(1).to(tl.int64) // kv, tl.program_id(1) % kv
     key_ids, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
     kv_offset = (batch * keys * kv + kv_head) * width
@@ -236,6 +239,7 @@ def _query_grads(
     HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write dq of M queries of a head, by tiles of N keys; lse, and sums of dy * y, are by query."""
     batch, rows, d, at, line = query_offsets(queries, heads, width, M, D)
     head = tl.program_id(1) % heads
     begin = (batch * keys * kv + head // (heads // kv)) * width

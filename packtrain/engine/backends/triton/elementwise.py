@@ -25,6 +25,7 @@ def _activation(x, TANH: tl.constexpr):
 
 @triton.jit
 def _gated(y, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    """y = activation(gate) * up for a block of n elements: silu, or gelu if TANH."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     f, _ = _activation(tl.load(gate + offsets, mask=mask, other=0.0), TANH)
@@ -33,6 +34,7 @@ def _gated(y, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gated_back(dgate, dup, dy, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the gradients dgate, dup of _gated for a block of n elements."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     f, slope = _activation(tl.load(gate + offsets, mask=mask, other=0.0), TANH)
@@ -47,6 +49,7 @@ def _rotate(
     y, x, table, heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr,
     NEOX: tl.constexpr, INVERSE: tl.constexpr, HAS_TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Rotate a block of one row's pairs of x (heads, width) to y by the angles' (cos, sin) in `table` (half, 2)."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, head, i = offsets < heads * half, offsets // half, offsets % half
@@ -69,7 +72,8 @@ def _rotate(
 
 
 @triton.jit
-def _split_kernel(high, low, x, n, BLOCK: tl.constexpr):
+def _split_bf16(high, low, x, n, BLOCK: tl.constexpr):
+    """Write x as two bf16 of a block of n: x rounded to `high`, the rest rounded to `low`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + offsets, mask=offsets < n, other=0.0)
     high_value = value.to(tl.bfloat16)
@@ -83,7 +87,7 @@ def split_bf16(x):
         return tuple(half.mT for half in split_bf16(x.mT))
     x = x.contiguous()
     high, low = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
-    launch(_split_kernel, (blocks(x.numel(), BLOCK),), high, low, x, x.numel(), BLOCK=BLOCK)
+    launch(_split_bf16, (blocks(x.numel(), BLOCK),), high, low, x, x.numel(), BLOCK=BLOCK)
     return high, low
 
 

@@ -41,6 +41,7 @@ def _row(
     logits, bias, losses, right, targets, weights, num_columns, softcap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, RIGHT: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write a row's loss, `right` if RIGHT, and if BACK the gradients over its logits; see losses_and_gradients."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     target = tl.load(targets + row)

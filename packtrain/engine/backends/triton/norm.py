@@ -11,7 +11,7 @@ MAX_GROUPS = 256
 
 
 @triton.jit
-def _forward(y, x, w, num_columns, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_row(y, x, w, num_columns, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = offsets < num_columns
     x_row = tl.load(x + row * num_columns + offsets, mask=mask, other=0.0)
@@ -23,10 +23,11 @@ def _forward(y, x, w, num_columns, eps, WEIGHTED: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _backward(
+def _rms_norm_rows_back(
     dx, partial_sums, dy, x, w, acc, num_rows, num_columns, eps,
     TO_X: tl.constexpr, TO_W: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write dx (if TO_X) and sums for dw (if TO_W) of a group of rows; ADDED: dx += acc, WEIGHTED: with weights w."""
     group, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = at < num_columns
     factor = (
@@ -59,7 +60,7 @@ def rms_norm(y, x, w, *, eps):
     kernel_args = y, x, x if w is None else w, num_columns, eps
     num_rows = x.numel() // max(num_columns, 1)
     options = {"WEIGHTED": w is not None, "BLOCK": block, "num_warps": _num_warps(block)}
-    launch(_forward, (num_rows,), *kernel_args, **options)
+    launch(_rms_norm_row, (num_rows,), *kernel_args, **options)
 
 
 def rms_norm_back(out, dy, x, w, acc, *, eps):
@@ -72,6 +73,6 @@ def rms_norm_back(out, dy, x, w, acc, *, eps):
     flags = zip(("TO_X", "TO_W", "WEIGHTED", "ADDED"), (dx, dw, w, acc), strict=True)
     options = {flag: t is not None for flag, t in flags}
     options |= {"BLOCK": block, "num_warps": _num_warps(block)}
-    launch(_backward, (num_groups,), *kernel_args, num_rows, num_columns, eps, **options)
+    launch(_rms_norm_rows_back, (num_groups,), *kernel_args, num_rows, num_columns, eps, **options)
     if dw is not None:
         torch.sum(partial_sums, 0, out=dw)

@@ -84,6 +84,7 @@ WORDS = {
 def _unpack(
     y, x, count, UNPACK: tl.constexpr, BYTES: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr
 ):
+    """Dequantize SIZE of `count` blocks of BYTES bytes at x to VALUES f32 each at y by a type's function UNPACK."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     block = tl.minimum(at, count - 1)[:, None]  # the last block several times, with equal values
     UNPACK(y + block * VALUES, x + block * BYTES)

@@ -11,7 +11,7 @@ PARTS = 512  # most partial sums: as many on every GPU, so that bits are equal
 
 
 @triton.jit
-def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr):
+def _adamw_block(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(gate) + tl.zeros((BLOCK,), tl.float32)
     mask = (at < n) & (factor - factor == 0)
@@ -42,6 +42,7 @@ def _partial_squares(partial_sums, x, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_partials(y, partial_sums, acc, num_partials, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """y = sum of num_partials partial sums of squares, plus acc if ADDED."""
     offsets = tl.arange(0, BLOCK)
     total = tl.sum(tl.load(partial_sums + offsets, mask=offsets < num_partials, other=0.0))
     if ADDED:
@@ -52,7 +53,7 @@ def _sum_partials(y, partial_sums, acc, num_partials, ADDED: tl.constexpr, BLOCK
 def adamw(w, g, m, v, hyper, gate, decay):
     """Update w, m and v (f32) in place as opt_step_adamw, with its `hyper`; nothing changes if `gate` is not finite."""
     n = w.numel()
-    launch(_adamw, (blocks(n, BLOCK),), w, g, m, v, hyper, gate, n, DECAY=decay, BLOCK=BLOCK)
+    launch(_adamw_block, (blocks(n, BLOCK),), w, g, m, v, hyper, gate, n, DECAY=decay, BLOCK=BLOCK)
 
 
 def sum_squares(y, x, acc):

@@ -1,8 +1,7 @@
 """Reverse-mode differentiation: from a loss to tensors that compute its gradients.
 
 Gradients are ordinary calls written after the forward ones, so they are planned and run like any other. New calls
-recompute forward values that are not saved, just before the backward pass of their segment.
-"""
+recompute forward values that are not saved, just before the backward pass of their segment."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter

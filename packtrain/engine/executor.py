@@ -1,8 +1,7 @@
 """Session and Executor: bind a plan to memory once, then run its kernels in order.
 
 The Session owns the bytes: leaves by name, and one arena per space that all its plans share. An Executor owns no
-memory; it lists calls with their arrays.
-"""
+memory; it lists calls with their arrays."""
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping

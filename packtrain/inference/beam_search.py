@@ -1,7 +1,6 @@
 """Beam search for the likeliest continuations of a prompt, several of which are followed at once.
 
-Beams are sequences of a context that share KV cache cells of common tokens; a step is one batch.
-"""
+Beams are sequences of a context that share KV cache cells of common tokens; a step is one batch."""
 
 import time
 from collections.abc import Mapping, Sequence

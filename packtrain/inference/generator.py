@@ -1,7 +1,6 @@
 """Text generation: the prompt is processed in chunks, then tokens come one at a time, and text as it is complete.
 
-The session holds the weights; a trainer passes its own, so that samples need no second copy. Nothing prints.
-"""
+The session holds the weights; a trainer passes its own, so that samples need no second copy. Nothing prints."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """Keeps to `--memory` and the limits of devices: finds the fastest plan that fits, or a refusal with advice.
 
 plan_within_limits returns TrainingPlans for a StepShape and a PlanRequest. The search changes results only by the order
-of floating-point additions, which is printed. It runs in a child process, so that its memory is freed.
-"""
+of floating-point additions, which is printed. It runs in a child process, so that its memory is freed."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,6 @@
 """Saves what runs without a limit recompute, so that an equal run need not search again.
 
-The key is a hash of all that a search depends on: its arguments, the files of this package, the machine.
-"""
+The key is a hash of all that a search depends on: its arguments, the files of this package, the machine."""
 
 import hashlib
 import json

@@ -1,7 +1,6 @@
 """Spreads a model over memories: --device, --gpu-layers, --split and --device-memory.
 
-Blocks go to the devices in order, in proportion to the shares; moments and gradients go with their weights.
-"""
+Blocks go to the devices in order, in proportion to the shares; moments and gradients go with their weights."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Estimates bytes and seconds of training steps from graphs of a few blocks, without packing anything.
 
-DraftEstimator returns StepEstimates, BlockChains (for choosing recomputation) and PlanDrafts of StepShapes.
-"""
+DraftEstimator returns StepEstimates, BlockChains (for choosing recomputation) and PlanDrafts of StepShapes."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping

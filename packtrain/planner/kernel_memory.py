@@ -1,7 +1,6 @@
 """Predicts the memory of kernels before they are loaded: a child measures it once, and the user's cache saves it.
 
-A run is thus planned while its process is still small, which leaves memory for the search.
-"""
+A run is thus planned while its process is still small, which leaves memory for the search."""
 
 import hashlib
 import json

@@ -1,8 +1,7 @@
 """Predicts the seconds of a step of several processes: which gradients they exchange, and when each can be sent.
 
 An exchange has two rounds, not the 2 (k - 1) of a ring, whose latencies would be five times as long at 1,024 ranks.
-Ranks that wait for each other's busy cores are not in the model.
-"""
+Ranks that wait for each other's busy cores are not in the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

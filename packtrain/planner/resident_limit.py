@@ -1,7 +1,6 @@
 """Keeps to `--resident`: a run's private memory, and the pages of its base that stay in memory, together.
 
-Pages beyond the limit are given back and read again when a step comes to them, see engine.page_window.
-"""
+Pages beyond the limit are given back and read again when a step comes to them, see engine.page_window."""
 
 import math
 import time

@@ -3,8 +3,7 @@
 Other work of a call is subtracted at the rates known so far. The fastest of several rounds counts.
 A call that is repeated alone finds its inputs in a cache and the other threads awake, so it is 1.2 to 1.5 times as
 fast as in a step: all rates are lowered by how much longer two layers take than the sum of their calls.
-On a busy machine, rates come from one thread's processor time, by the median of rounds.
-"""
+On a busy machine, rates come from one thread's processor time, by the median of rounds."""
 
 import statistics
 import time

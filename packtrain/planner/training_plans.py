@@ -2,8 +2,7 @@
 
 Nothing is allocated here. All plans share the leaves, by name, and one arena.
 The heap keeps a part of made plans, and a printed budget must do for the next process: so a child measures what plans
-add to `baseline_nbytes`, and the run's process makes plans once.
-"""
+add to `baseline_nbytes`, and the run's process makes plans once."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

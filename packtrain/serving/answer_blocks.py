@@ -1,7 +1,6 @@
 """Answers as lists of blocks (thoughts, text, tool calls), which /v1/messages and /v1/responses share.
 
-The chat completion of an answer is read delta by delta: a block ends where a delta of another kind begins.
-"""
+The chat completion of an answer is read delta by delta: a block ends where a delta of another kind begins."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

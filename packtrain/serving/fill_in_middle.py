@@ -1,7 +1,6 @@
 """/infill: prompts of text between a prefix and a suffix, from tokens that the vocabulary has for it.
 
-[fim_rep]myproject [fim_sep]FILE, a chunk … [fim_sep]filename [fim_pre]PREFIX PROMPT [fim_suf]SUFFIX [fim_mid]
-"""
+[fim_rep]myproject [fim_sep]FILE, a chunk … [fim_sep]filename [fim_pre]PREFIX PROMPT [fim_suf]SUFFIX [fim_mid]"""
 
 from functools import partial
 

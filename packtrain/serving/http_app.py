@@ -1,8 +1,7 @@
 """The HTTP application: routes, API keys, bodies and limits of requests, errors, and the page at /.
 
 Clients may be slow or send too much: the memory of all bodies is bounded. The page loads nothing, and may run its own
-script and use its own style only.
-"""
+script and use its own style only."""
 
 import asyncio
 import base64

@@ -1,7 +1,6 @@
 """Reading the JSON of a request. Fields are llama-server's and OpenAI's; unknown fields are ignored.
 
-Fields that change answers of other servers, and would change none here, are refused.
-"""
+Fields that change answers of other servers, and would change none here, are refused."""
 
 import dataclasses
 import json

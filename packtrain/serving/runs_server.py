@@ -1,7 +1,6 @@
 """The page of runs over HTTP, read-only: in a thread beside training, or as a command of its own.
 
-A client that reads slowly or goes away costs the process one connection for STALLED seconds, and nothing else.
-"""
+A client that reads slowly or goes away costs the process one connection for STALLED seconds, and nothing else."""
 
 import asyncio
 import contextlib

@@ -3,8 +3,7 @@
 A call is a document between texts: an object with the function's name and its arguments (Hermes, Mistral, Llama,
 Granite …), or the name, a text, and the arguments as an object (functionary, DeepSeek, Kimi, gpt-oss …) or one by one
 (Qwen3-Coder, GLM …), or as keywords of Python (LFM2). A list of families would be out of date with the next model.
-Among 69 templates of llama.cpp, those that write calls show their style, except LFM 2.5's and four others.
-"""
+Among 69 templates of llama.cpp, those that write calls show their style, except LFM 2.5's and four others."""
 
 import json
 import re

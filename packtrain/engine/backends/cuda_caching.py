@@ -1,8 +1,7 @@
 """A model of PyTorch's caching allocator: how many bytes of a GPU it reserves for the temporaries of kernels.
 
 Free parts of a segment are split and joined; segments are never given back. The sizes are those of PyTorch 2.13
-(c10/core/AllocatorConfig.h). Never compared with a GPU: a run reports real use, see `Backend.peak_reserved_nbytes`.
-"""
+(c10/core/AllocatorConfig.h). Never compared with a GPU: a run reports real use, see `Backend.peak_reserved_nbytes`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,7 @@ Copies from and to a GPU run on a stream of their own, beside its kernels. Not y
 
 A call that reads values on the host, brings values from it, or copies between memories runs by itself. Recorded calls
 use the same addresses each time. Tests use a stand-in for CUDA. A failed capture may break PyTorch's allocator. Calls
-that cannot be captured are therefore found on tensors without values, and a first failure ends recording there.
-"""
+that cannot be captured are therefore found on tensors without values, and a first failure ends recording there."""
 
 import warnings
 import weakref

@@ -1,7 +1,6 @@
 """Backends of PyTorch: `torch:cpu` runs on the host's own arrays; `cuda` and `mps` have memories of their own.
 
-PyTorch is loaded on first use of such a device. Kernels are those that ops declare for `torch`.
-"""
+PyTorch is loaded on first use of such a device. Kernels are those that ops declare for `torch`."""
 
 import ctypes
 import mmap

@@ -1,8 +1,7 @@
 """Converts GBNF rules to llguidance's notation, with the largest lexemes that read the same texts.
 
 Parts without recursion are regular and become one lexeme, a regular expression, which makes masks quick. Where the
-longest lexeme would swallow text that belongs to the next one (see lexer), a lexeme is one character.
-"""
+longest lexeme would swallow text that belongs to the next one (see lexer), a lexeme is one character."""
 
 from collections.abc import Mapping
 from itertools import groupby

@@ -2,8 +2,7 @@
 
 `[ab]* "ab"` has the lexemes T0, [ab]+, and T1, ab. In "aab", T0 should end after the first a, but the next character
 continues T0, which would swallow the rest. A lexeme conflicts if one of its texts begins with a text of any lexeme and
-a character that may follow there. One regular expression describes such texts: llguidance tells whether any exists.
-"""
+a character that may follow there. One regular expression describes such texts: llguidance tells whether any exists."""
 
 from collections.abc import Sequence
 from functools import cache

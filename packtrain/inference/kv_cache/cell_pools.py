@@ -2,8 +2,7 @@
 
 `cell_` has a cell for every token; `ring_` only those in the sliding windows of some blocks, reused once no window has
 them (until then a sequence can be taken back); `state_` has the states of scans. Knows no session: it says which cells
-to read and write, and which to move.
-"""
+to read and write, and which to move."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """Bookkeeping of a KV cache on the host: which position of which sequences each cell holds.
 
-A CellTable builds the index inputs of `cached_transformer.generation`; the session holds the keys and values.
-"""
+A CellTable builds the index inputs of `cached_transformer.generation`; the session holds the keys and values."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,6 @@
 """What leaves the device for a call's wanted rows: all logits, or only what their sampler chains still need.
 
-Settings of samplers are inputs by row, so that the plans of a context serve any chains.
-"""
+Settings of samplers are inputs by row, so that the plans of a context serve any chains."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,6 @@
 """The state of sequences: cells, tokens, keys and values; as bytes with a version, a checksum and their origin.
 
-From saved states a text can go back further than the ring of cells of a window reaches.
-"""
+From saved states a text can go back further than the ring of cells of a window reaches."""
 
 import hashlib
 import json

@@ -1,7 +1,6 @@
 """Sampling the next token from logits: llama.cpp's samplers as pure functions on arrays.
 
-`Chain` puts them in order and has the state of one sequence. This package knows no models.
-"""
+`Chain` puts them in order and has the state of one sequence. This package knows no models."""
 
 from packtrain.inference.sampling.candidate_cuts import (
     CANDIDATES, LOGITS, MAX_CANDIDATES, TOKEN, SamplerCut,

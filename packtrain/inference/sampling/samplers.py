@@ -1,8 +1,7 @@
 """Candidates, and llama.cpp's samplers as pure functions of them; DRY has a module of its own.
 
 Candidates are ids that can come next with their logits, in f64 from the model's f32. A sampler takes Candidates and
-returns Candidates; arrays are never changed in place.
-"""
+returns Candidates; arrays are never changed in place."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

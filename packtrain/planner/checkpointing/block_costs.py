@@ -1,8 +1,7 @@
 """Strategies of a block of a chain: which of its forward values are saved, and the bytes and added seconds of that.
 
 BlockCosts returns BlockOptions, given a function that builds the training graph for a number of equal blocks. A
-strategy's bytes have a lower bound from a short chain that saves everything, and are measured on request.
-"""
+strategy's bytes have a lower bound from a short chain that saves everything, and are measured on request."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy

@@ -3,8 +3,7 @@
 BlockChain returns PlannedChoices, given a function that builds the training graph for a number of blocks and a
 RecomputeChoice. ChainSolver combines strategies of blocks; those it picks are measured on graphs until the answer
 stays. Values that later blocks share (Gemma 4) are always saved: they are narrow, and without them the last block's
-backward pass would begin with recomputing their source. Chen et al. 2016, arXiv 1604.06174.
-"""
+backward pass would begin with recomputing their source. Chen et al. 2016, arXiv 1604.06174."""
 
 import math
 from collections.abc import Callable, Mapping

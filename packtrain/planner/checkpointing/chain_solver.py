@@ -15,8 +15,7 @@ fits. `outer` rows end with the head, `inner` rows are blocks that a split recom
 
 outer[3] in 7 slots: R keeps the first block's output (1 slot), 1 s + outer[2] in 6 slots = 2 s.
 outer[3] in 5 slots: R leaves 4 slots, too few for outer[2]. A split before the last block recomputes the first two:
-2 s + outer[1] in 4 slots (1 s) + inner[2] in 5 slots (1 s) = 4 s.
-"""
+2 s + outer[1] in 4 slots (1 s) + inner[2] in 5 slots (1 s) = 4 s."""
 
 import math
 from collections.abc import Iterator, Sequence

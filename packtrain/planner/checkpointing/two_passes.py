@@ -4,8 +4,7 @@ Values that these blocks save stay until the second pass. Each block needs room 
 of later blocks, and for its own backward pass. Where the latter is at most `work` slots, a choice needs no more than
 the sum of what is saved: a knapsack for each amount of work.
 A step of `110m` takes 0.89 s in 1,730 MiB, 1.01 s in 1,690, 1.13 s in 1,640 and 1.30 s in 1,580. With all blocks
-twice or none, the last two took 1.47 and 1.59 s.
-"""
+twice or none, the last two took 1.47 and 1.59 s."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,6 @@
 """Draws a plan as SVG text of at most 200 kB, with its own background, for light pages and dark ones.
 
-Above: the arena's addresses over time; below: the bytes alive, on the same time axis.
-"""
+Above: the arena's addresses over time; below: the bytes alive, on the same time axis."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

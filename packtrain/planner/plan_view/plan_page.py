@@ -1,8 +1,7 @@
 """Shows a plan as one interactive HTML page, which loads nothing and allows only its own script.
 
 page.html has the frame and styles, page.js draws and handles events. Tables are written here, so that they work
-without the script.
-"""
+without the script."""
 
 import base64
 import hashlib

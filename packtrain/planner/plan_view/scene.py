@@ -1,7 +1,6 @@
 """The data of every picture of a plan: buffers, live bytes, levels, the largest buffers at the peak, the total.
 
-Nothing is drawn here.
-"""
+Nothing is drawn here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

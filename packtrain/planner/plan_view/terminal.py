@@ -1,7 +1,6 @@
 """Shows a plan as text for the terminal: the arena over time in half blocks, live bytes, and the largest buffers.
 
-Each column shows the fullest step of its time interval, so that the peak is always shown.
-"""
+Each column shows the fullest step of its time interval, so that the peak is always shown."""
 
 import textwrap
 from typing import Unpack

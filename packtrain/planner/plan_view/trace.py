@@ -1,7 +1,6 @@
 """Writes a plan as a JSON trace for ui.perfetto.dev or chrome://tracing, in which a step lasts a microsecond.
 
-Each memory space is a process: a counter of its live bytes, and threads on which buffers never overlap.
-"""
+Each memory space is a process: a counter of its live bytes, and threads on which buffers never overlap."""
 
 import heapq
 import json

@@ -4,8 +4,7 @@ They take dense tensors of PyTorch and write into results passed to them. Ops de
 one, an op uses PyTorch's. Triton is loaded when a kernel first runs: PyTorch for CUDA brings it along.
 TRITON_INTERPRET=1 runs kernels on tensors of the CPU, which is how they are tested without a GPU. PyTorch alone needed
 4,349 launches for a step of `15m`, and its attention took 60 times as long where documents share a row, because
-PyTorch's own kernels do not know packed documents.
-"""
+PyTorch's own kernels do not know packed documents."""
 
 import os
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 
 Positions and sequences say which keys a query sees, see `ops.attention`; a block of keys that no query of a block sees
 is skipped. Products have f32's accuracy on tensor cores, as sums of three products in tf32. Gradients take a kernel for
-keys and values by blocks of keys, and another for queries by blocks of queries.
-"""
+keys and values by blocks of keys, and another for queries by blocks of queries."""
 
 import torch
 import triton

@@ -2,8 +2,7 @@
 
 The words of these functions (`load`, `half_at`, …) mean what they mean to `ops.torch_blocks`: a number of each block
 is (N, 1), sixteen lanes are (N, 16), and an address is a pointer into each block. Types that look values up in tables
-are left to PyTorch. No multiply-add is fused, so that bits equal the CPU's.
-"""
+are left to PyTorch. No multiply-add is fused, so that bits equal the CPU's."""
 
 from functools import cache
 from types import FunctionType, ModuleType

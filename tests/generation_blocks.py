@@ -6,6 +6,7 @@ each answer, with the spans of its blocks; for some also ids and `return_assista
 """
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -264,7 +265,8 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
 
 
 class SpiedTemplate:
-    """A chat template that remembers what it rendered last: `variables` without marks and prompts, `attempt` all."""
+    """A chat template that remembers what it rendered: `variables` of the longest text, without marks and prompts, and
+    `attempt`, the last of all."""
 
     def __init__(self, source: str, bos: str, eos: str) -> None:
         self.template = ChatTemplate(source, bos, eos)
@@ -278,9 +280,16 @@ class SpiedTemplate:
         extra = {k: v for k, v in (extra_variables or {}).items() if k not in BLOCK_MARKS}
         self.attempt = {"messages": messages, "tools": tools, **extra}
         text = self.template.render(messages, tools, add_generation_prompt, extra_variables)
-        if not add_generation_prompt and extra == (extra_variables or {}):
+        is_longest = len(messages) > len(self.variables.get("messages", ()))
+        if is_longest and not add_generation_prompt and extra == (extra_variables or {}):
             self.variables = self.attempt
         return text
+
+    def renderer(self, eog_texts: Sequence[str]) -> ConversationRenderer:
+        """A renderer of the template; its probes are forgotten."""
+        renderer = ConversationRenderer(self, [*eog_texts])
+        self.variables = {}
+        return renderer
 
 
 def conversation(about: str) -> Conversation:
@@ -360,7 +369,7 @@ def record_all() -> dict[str, dict[str, Any]]:
             continue
         *template_texts, eog_texts = TEMPLATES[name]
         template = SpiedTemplate(*template_texts)
-        renderings = ConversationRenderer(template, [*eog_texts]).render(conversation(about))
+        renderings = template.renderer(eog_texts).render(conversation(about))
         turns = masked_turns(template)
         entries[f"{name}: {about}"] = {"turns": turns if len(renderings) > 1 else turns[-1:]}
         if name in TOKENIZED:

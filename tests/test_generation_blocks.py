@@ -174,6 +174,33 @@ def test_a_template_without_blocks_is_read_as_before():
     assert not renderer.has_blocks and not renderer.notes
 
 
+# thoughts before a call stay only while no answer without a call follows, as gpt-oss's do
+FADING = """
+{%- set answers = messages|selectattr('role', 'eq', 'assistant')|rejectattr('tool_calls')|list %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {%- if m.tool_calls and not answers %}{{ '<think>' ~ m.thinking ~ '<|end|>' }}{% endif %}
+            {{- '<call>' ~ m.tool_calls[0].function.name if m.tool_calls else '<final>' ~ m.content }}<|end|>
+        {%- endgeneration %}
+    {%- else %}{{ '<' ~ m.role ~ '>' ~ m.content ~ '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("weight", [0, 1])
+def test_an_earlier_turn_whose_block_later_ones_change_keeps_its_block(weight: int):
+    tool_conversation = conversation("thoughts, words and a call")
+    messages = [
+        {**m, "weight": weight} if m.get("tool_calls") else m for m in tool_conversation.messages
+    ]
+    renderer = ConversationRenderer(ChatTemplate(FADING), ["<|end|>"])
+    renderings = renderer.render(replace(tool_conversation, messages=messages))
+    learned_texts = [rendered.trained_texts for rendered in renderings]
+    thought = [["<think>I ask.<|end|><call>weather<|end|>"]] if weight else []
+    assert learned_texts == [*thought, ["<final>Yes.<|end|>"]]
+
+
 @each
 def test_the_last_turn_alone(name: str):
     (rendered,) = renderer_of(name, last_only=True).render(conversation("turns"))
@@ -261,7 +288,7 @@ def test_training_templates_of_trl(name: str):
     source, num_equal = (FOLDER / f"chat_templates/{name}.jinja").read_text(encoding="utf-8"), 0
     for about in CONVERSATIONS:
         template = SpiedTemplate(source, "<s>", "<|endoftext|>")
-        renderer = ConversationRenderer(template, ENDS)
+        renderer = template.renderer(ENDS)
         try:
             renderings = renderer.render(conversation(about))
         except TemplateError:

@@ -430,6 +430,43 @@ def test_a_prompt_that_asks_for_thoughts(tmp_path: Path):
     assert renderer.notes == {rendering.CHANGED_NOTE: 2}
 
 
+KNOWN_ROLES = (
+    "{% for m in messages if m.role in ('user', 'assistant', 'tool') or m.role == 'system' and m == messages[0] %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("spoken", "note"),
+    [
+        ("developer: Rhyme. | user: Hi. | assistant: Ho.", rendering.DEVELOPER_NOTE),
+        ("system: Rhyme. | system: Assist a user. | user: Hi. | assistant: Ho.", rendering.LOST_NOTE),
+        ("user: Hi. | assistant: Ho. | system: Rhyme. | user: Hi. | assistant: Ho.", rendering.LOST_NOTE),
+        ("user Ada: Hi. | assistant: Ho.", rendering.LOST_NOTE),
+        ("user: Hi. | call up: | tool: 1 | assistant: Ho.", None),
+        ("user: Hi. | call up up: | tool: 1 | tool: 2 | assistant: Ho.", rendering.CHANGED_NOTE),
+        ("system:  Rhyme. \n | user: Hi. | assistant: Ho.", None),
+    ],
+)  # fmt: skip
+def test_what_a_template_leaves_out_is_said(spoken: str, note: str | None, tmp_path: Path):
+    """Messages of a role that it does not write, names of speakers, and all calls but the first."""
+    messages: list[dict[str, Any]] = []
+    for part in spoken.split(" | "):
+        speaker, _, content = part.partition(":")
+        role, *names = speaker.split()
+        message: dict[str, Any] = {"role": role, "content": content.removeprefix(" ")}
+        if role == "call":
+            message |= {"role": "assistant", "tool_calls": [{"name": name} for name in names]}
+        messages.append(message | ({"name": names[0]} if names and role != "call" else {}))
+    renderer = ConversationRenderer(ChatTemplate(KNOWN_ROLES), ["<|im_end|>"])
+    (sample,) = renderer.render(make_conversation({"messages": messages}, tmp_path))
+    assert renderer.notes == ({note: 1} if note else {})
+    if note == rendering.DEVELOPER_NOTE:
+        assert sample.text.startswith("<|im_start|>system\nRhyme.<|im_end|>")
+
+
 def test_bad_templates(tmp_path: Path):
     parsed = make_conversation(RECORDS["one question"], tmp_path)
     raising = CHATS["gemma"].source.replace(

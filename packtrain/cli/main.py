@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from pkgutil import get_data
 from typing import Any, NoReturn
@@ -297,7 +296,9 @@ class _CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
-        for i, word in enumerate([*takewhile(self._may_be_option, words)]):
+        for i, word in enumerate(words.copy()):
+            if word == "--" or (self._subparsers and not word.startswith("-")):
+                break  # what follows are no options of this parser
             if re.match(r"--|-[^\d.-]", word):  # not a number
                 words[i] = self._canonical_word(word)
         return super().parse_known_args(words, namespace)
@@ -313,10 +314,6 @@ class _CommandParser(argparse.ArgumentParser):
             suggestion = advice(name, names) or did_you_mean(name, names) * bool(name[2:])
             self.error(f"there is no option {name}{suggestion}")
         return word
-
-    def _may_be_option(self, word: str) -> bool:
-        """Return whether an argument may be an option of this parser, not of a subcommand."""
-        return word != "--" and (self._subparsers is None or word.startswith("-"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -203,8 +203,7 @@ class ServingEngine:
         return min(free_slots, key=lambda slot: slot.used)
 
     def _wastes(self, slot: Slot, num_cached: int) -> bool:
-        """Return whether a job would drop most of a slot's cells, all but `num_cached`, though others could share
-        these."""
+        """Return whether a job would drop most of a slot's cells, all but `num_cached`, that others could share."""
         pools = self.context.pools
         can_share = not pools.parts and not pools.ring_cells
         return can_share and len(pools.all.of(slot.index)) > 2 * num_cached

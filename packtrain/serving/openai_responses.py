@@ -96,8 +96,7 @@ def input_messages(body: JsonBody) -> list[JsonObject]:
 
 
 def add_message(messages: list[JsonObject], role: str, parts: JsonObject) -> None:
-    """Append a message with `parts` as its fields; thoughts, words and calls of one answer, separate items, join in
-    one."""
+    """Append a message with `parts` as its fields; thoughts, words and calls of one answer join in one."""
     last = messages[-1] if messages else {}
     if role != "assistant" or last.get("role") != role:
         messages.append({"role": role, "content": None, **parts})

@@ -60,7 +60,8 @@ def execute_run(
     before_steps  called before step 1 with initialized weights, and with a function that returns whether to stop
     after_steps   called when the steps are done and their memory is free
     """
-    with join_world(_share_cores, settings.device):
+    # each rank of this machine has its share of the cores; --threads may change that
+    with join_world(lambda n: kernels.set_threads(max(kernels.threads() // n, 1)), settings.device):
         if current_world().rank:
             settings = replace(settings, watch=None)
         else:
@@ -182,11 +183,6 @@ def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
     if current_world().world_size > 1:
         return lambda seconds, num_steps_left: None
     return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))
-
-
-def _share_cores(ranks: int) -> None:
-    """Give each rank of this machine its share of the cores; --threads may change that."""
-    kernels.set_threads(max(kernels.threads() // ranks, 1))
 
 
 def _check_outputs(settings: RunSettings) -> None:

@@ -71,7 +71,8 @@ class GridRounder:
 def grid_of(rows: np.ndarray) -> RowGrid:
     """Return the grid of quantized rows (R, blocks), which reproduces their values bit for bit with their codes."""
     _, layout, raw = _row_layout(rows)
-    half_parts = [_block_halves(raw, offset) for offset in layout.half_offsets]
+    half_bytes = (np.ascontiguousarray(raw[..., n : n + 2]) for n in layout.half_offsets)
+    half_parts = [half.view(np.float16).astype(np.float32) for half in half_bytes]
     if layout.scales:
         half_parts = [half * by for half, by in zip(half_parts, layout.scales(raw), strict=True)]
     step = half_parts[0]
@@ -99,11 +100,6 @@ def _row_layout(rows: np.ndarray) -> tuple[Dtype, CodeLayout, Bytes]:
     dtype = dtype_of(rows)
     assert dtype.layout is not None, f"codes of {dtype} are not known"
     return dtype, dtype.layout, rows.view(np.uint8).reshape(*rows.shape, dtype.block_nbytes)
-
-
-def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
-    """Return the f16 at byte `offset` of each quantization block as f32, (R, blocks, 1)."""
-    return np.ascontiguousarray(raw[..., offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
 def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:

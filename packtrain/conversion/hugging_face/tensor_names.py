@@ -216,7 +216,9 @@ def convert_tensors(
     tensors += _head_tensors(sources, embedding, config)
     sources.check_all_used()
     changes = family.changes(checkpoint.config, config)
-    return [replace(tensor, change_rows=changes.get(_part_name(tensor.name))) for tensor in tensors]
+    part_names = (t.name.removeprefix("blk.").lstrip("0123456789.") for t in tensors)
+    row_changes = (changes.get(name.removesuffix(".weight")) for name in part_names)
+    return [replace(t, change_rows=r) for t, r in zip(tensors, row_changes, strict=True)]
 
 
 def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Config) -> Converted:
@@ -244,11 +246,6 @@ def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> Conve
     num_rows = min(stored.shape[0], shape[0]) if stored and may_lack_tokens else shape[0]
     source = sources.take(key, (num_rows, *shape[1:]))
     return ConvertedTensor(name, (source,), num_padding_rows=shape[0] - num_rows)
-
-
-def _part_name(name: str) -> str:
-    """Return a tensor's name within its block, without its ending."""
-    return (name.split(".", 2)[2] if name.startswith("blk.") else name).removesuffix(".weight")
 
 
 def _with_bias(

@@ -248,7 +248,10 @@ class SampleBuilder:
             fact = f"{record.location} has a message that must not be trained on"
             raise InputError(fact, "--no-mask-prompt would")
         contents = (message["content"] for message in record.messages)
-        self.notes[CONTROL_NOTE] += sum(map(self.masker.spells_control, contents))
+        control_texts = self.masker.control_texts
+        self.notes[CONTROL_NOTE] += sum(
+            any(t in words for t in control_texts) for words in contents
+        )
         for rendered in self._renderer_for(record.tools is not None).render(record):
             for sample in self._fit_length(self.masker.mask_conversation(rendered)):
                 if sample.num_trained:

@@ -14,6 +14,7 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.conversations import messages as sample_messages
 from packtrain.data.conversations.messages import Conversation, Message
 
 PROBE = "packtrainprobe"
@@ -35,12 +36,14 @@ THINK_TAG, THOUGHT_BLOCK = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", 
 SYSTEM_NOTE = (
     "system messages put before the user's first words, because the template does not support them"
 )
+DEVELOPER_NOTE = "developer messages written as the system's, because the template has no such role"
 CALLS_NOTE = "tool calls written as JSON, because the template does not support them"
 RESULTS_NOTE = "tool results written as user messages, because the template does not support them"
 TOOLS_NOTE = "lists of tools left out, because the template does not support them"
 THOUGHTS_NOTE = "thoughts left out, because the template does not support them"
 UNSTABLE = "conversations rendered once per trained turn, because later turns change earlier ones"
-CHANGED_NOTE = "turns whose content or reasoning the template changes"
+CHANGED_NOTE = "turns whose content, reasoning or tool calls the template changes"
+LOST_NOTE = "messages whose words or speaker's name the template leaves out or changes"
 WEIGHTLESS = "turns of the assistant that the data keeps from being trained on"
 ENDLESS_NOTE = "turns without an end token, so that the model cannot learn to stop"
 BLOCKS_NOTE = "turns trained on as the template's generation blocks say"
@@ -78,14 +81,20 @@ class ConversationRenderer:
         self._no_tools: list[Any] | None = None  # `tools` for no tools
         if not self._shows([SAID]) and self._shows([SAID], []):
             self._no_tools = []
-        self.takes_system = self._shows([{"role": "system", "content": PROBE}, ASK])
+        self.takes_system, self._takes_developer = (
+            self._shows([{"role": role, "content": PROBE}, ASK]) for role in ("system", "developer")
+        )
         self.takes_calls = self._shows([ASK, call_message])
-        self._as_text = not self.takes_calls and self._shows([ASK, _with_text(call_message)])
+        self._as_text = not self.takes_calls and self._shows(
+            [ASK, sample_messages.with_text_arguments(call_message)]
+        )
         if self._as_text:
-            self.takes_calls, call_message = True, _with_text(call_message)
-        self._by_id = not self.takes_calls and self._shows([ASK, _name_call_ids([call_message])[0]])
+            self.takes_calls, call_message = True, sample_messages.with_text_arguments(call_message)
+        self._by_id = not self.takes_calls and self._shows(
+            [ASK, sample_messages.name_call_ids([call_message])[0]]
+        )
         if self._by_id:
-            self.takes_calls, call_message = True, _name_call_ids([call_message])[0]
+            self.takes_calls, call_message = True, sample_messages.name_call_ids([call_message])[0]
         self.takes_results = self._shows([ASK, call_message if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
         (call,) = call_message["tool_calls"]
@@ -137,12 +146,18 @@ class ConversationRenderer:
         turns = turns[-1 if self.last_only else 0 :]
         if self.has_blocks:
             answers = [i for i in answers if i <= turns[-1]]
-            return self._render_blocks(messages, answers, turns, tools, options)
-        renderings = [self._render_turn(messages, i, tools, options) for i in turns]
-        full_text = renderings[-1].text
-        if all(full_text.startswith(r.text[: r.spans[0][1]]) for r in renderings):
-            return [RenderedConversation(full_text, [span for r in renderings for span in r.spans])]
-        self.notes[UNSTABLE] += 1
+            renderings = self._render_blocks(messages, answers, turns, tools, options)
+        else:
+            renderings = [self._render_turn(messages, i, tools, options) for i in turns]
+            text = renderings[-1].text
+            if all(text.startswith(r.text[: r.spans[0][1]]) for r in renderings):
+                spans = [span for rendering in renderings for span in rendering.spans]
+                renderings = [RenderedConversation(text, spans)]
+            else:
+                self.notes[UNSTABLE] += 1
+        text = renderings[-1].text
+        num_lost = sum(sample_messages.is_lost(m, text) for m in messages[: turns[-1] + 1])
+        self.notes += Counter({LOST_NOTE: num_lost})  # which leaves out a count of 0
         return renderings
 
     def _render_blocks(
@@ -152,8 +167,8 @@ class ConversationRenderer:
         """Render one text or several, as `render`, with the spans of the trained turns' blocks. `answers`: indices of
         all the assistant's messages, `turns`: of the trained ones."""
         texts = {i: self._mark_blocks(messages[: i + 1], tools, options) for i in answers}
-        prompts = (self._mark_blocks(messages[:i], tools, options, True) for i in answers)
-        bounds = pairwise([*map(_first_block, prompts, texts.values()), None])
+        firsts = (self._first_block(messages[: i + 1], texts[i], tools, options) for i in answers)
+        bounds = pairwise([*firsts, None])
         turn_blocks = {i: slice(*bound) for i, bound in zip(answers, bounds, strict=True)}
         separate = [replace(texts[i], spans=texts[i].spans[turn_blocks[i].start :]) for i in turns]
         for i, rendering in zip(turns, separate, strict=True):
@@ -165,6 +180,25 @@ class ConversationRenderer:
             return [RenderedConversation(full.text, [*chain(*full_spans)])]
         self.notes[UNSTABLE] += 1
         return separate
+
+    def _first_block(
+        self, messages: list[Message], text: RenderedConversation, tools: list[Any] | None, options: dict[str, Any]
+    ) -> int:  # fmt: skip
+        """Return the index in `text` of the first generation block of the last message: the first that the prompt
+        before it lacks, or if later turns change earlier ones, the first that another answer changes."""
+        *earlier, answer = messages
+        prompt = self._mark_blocks(earlier, tools, options, True).trained_texts
+        num_before = _num_common(prompt, text.trained_texts)
+        if num_before == len(prompt):
+            return num_before
+        calls = [
+            {**c, "function": {**c["function"], "name": PROBE}}
+            for c in answer.get("tool_calls", ())
+        ]
+        changes: Message = {name: PROBE for name in ("content", *THOUGHTS) if answer.get(name)}
+        changes |= {"tool_calls": calls} if calls else {}
+        probed_text = self._mark_blocks([*earlier, answer | changes], tools, options)
+        return max(num_before, _num_common(probed_text.trained_texts, text.trained_texts))
 
     def _mark_blocks(
         self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], begins: bool = False,
@@ -182,13 +216,19 @@ class ConversationRenderer:
     def _count_notes(self, message: Message, turn: RenderedConversation) -> None:
         """Count what is unexpected in a turn's generation blocks."""
         reply = "".join(turn.trained_texts)
-        thought = message.get(self._thought_field) or ""
-        is_changed = any(words.strip() not in reply for words in (message["content"], thought))
         self.notes[BLOCKS_NOTE if reply else BLOCKLESS_NOTE] += 1
-        if reply and is_changed:
+        if reply and self._is_changed(message, reply):
             self.notes[CHANGED_NOTE] += 1
         if reply and not self._end_pattern.search(reply):
             self.notes[ENDLESS_NOTE] += 1
+
+    def _is_changed(self, message: Message, reply: str) -> bool:
+        """Whether a reply lacks the words or thoughts of its message, or the name of a function that it calls."""
+        words = message["content"].strip(), (message.get(self._thought_field) or "").strip()
+        calls = Counter(call["function"]["name"] for call in message.get("tool_calls", ()))
+        return any(text not in reply for text in words) or any(
+            reply.count(name) < count for name, count in calls.items()
+        )
 
     def strip_end(self, reply: str) -> str:
         """Return a reply without the token that ends it."""
@@ -216,8 +256,6 @@ class ConversationRenderer:
             text, reply_start = _join_reply(prompt, text, question_text, probe_text, has_calls)
         text = self._with_thoughts(messages[i], text, reply_start)
         content_start = text.find(content, reply_start)
-        if content_start < 0:
-            self.notes[CHANGED_NOTE] += 1
         search_start = reply_start if content_start < 0 else content_start + len(content)
         end_match = self._end_pattern.search(text, search_start)
         if end_match is None:
@@ -226,6 +264,8 @@ class ConversationRenderer:
         if end_match is None:
             self.notes[ENDLESS_NOTE] += 1
         reply_end = end_match.end() if end_match else max(reply_start, len(text.rstrip()))
+        if self._is_changed(messages[i], text[reply_start:reply_end]):
+            self.notes[CHANGED_NOTE] += 1
         return RenderedConversation(text, [(reply_start, reply_end)])
 
     def _with_thoughts(self, message: Message, text: str, reply_start: int) -> str:
@@ -257,6 +297,9 @@ class ConversationRenderer:
     def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
         """Return (messages, tools) as the template supports them, such as a system message joined to the user's."""
         messages, tools = conversation.messages, conversation.tools
+        if not self._takes_developer and any(m["role"] == "developer" for m in messages):
+            self.notes[DEVELOPER_NOTE] += 1
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM_NOTE] += 1
             system, first, *rest = messages
@@ -265,7 +308,7 @@ class ConversationRenderer:
             self.notes[TOOLS_NOTE] += 1
             tools = None
         if self._by_id:
-            messages = _name_call_ids(messages)
+            messages = sample_messages.name_call_ids(messages)
         return [self._adapt_message(message) for message in messages], tools
 
     def _adapt_thoughts(self, message: Message) -> Message:
@@ -290,23 +333,17 @@ class ConversationRenderer:
             content = "\n".join(filter(None, (message["content"], *calls)))
             return {"role": "assistant", "content": content}
         if message.get("tool_calls") and self._as_text:
-            return _with_text(message)
+            return sample_messages.with_text_arguments(message)
         if message["role"] == "tool" and not self.takes_results:
             self.notes[RESULTS_NOTE] += 1
             return {"role": "user", "content": message["content"]}
         return message
 
 
-def _first_block(prompt: RenderedConversation, text: RenderedConversation) -> int:
-    """Return the index of the answer's first generation block in `text`: the first that `prompt`, its start, lacks."""
-    pairs = enumerate(zip(prompt.trained_texts, text.trained_texts, strict=False))
-    num_parts = min(len(prompt.trained_texts), len(text.trained_texts))
-    first = next((k for k, (a, b) in pairs if a != b), num_parts)
-    # a prompt may have a block at its end that the answer's text does not have
-    if prompt.spans[first:] and not text.text.startswith(prompt.text[: prompt.spans[first][0]]):
-        fact = "the chat template changes generation blocks of earlier turns in later ones"
-        raise InputError(fact, "a turn's blocks cannot be told from those before it")
-    return first
+def _num_common(texts: list[str], peer_texts: list[str]) -> int:
+    """Return how many texts at the beginning of both lists are equal."""
+    pairs = enumerate(zip(texts, peer_texts, strict=False))
+    return next((k for k, (a, b) in pairs if a != b), min(len(texts), len(peer_texts)))
 
 
 def common_suffix(a: str, b: str) -> str:
@@ -315,33 +352,6 @@ def common_suffix(a: str, b: str) -> str:
     while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
         length += 1
     return a[len(a) - length :]
-
-
-def _with_text(message: Message) -> Message:
-    """Return the message with its calls' arguments as JSON text, for templates that add them to other text."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
-
-
-def _name_call_ids(messages: list[Message]) -> list[Message]:
-    """Give calls, and their results, ids that contain the function's name, for templates that write only ids."""
-    ids, output, num_calls = dict[str, str](), list[Message](), 0
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            name, call_id = call["function"]["name"], str(call.get("id", ""))
-            names_function = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", call_id)
-            ids[call_id] = call_id if names_function else f"functions.{name}:{num_calls}"
-            calls.append({**call, "id": ids[call_id]})
-            num_calls += 1
-        answers = ids.get(str(message.get("tool_call_id", "")))
-        id_fields = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
-        output.append({**message, **id_fields})
-    return output
 
 
 def _join_reply(

@@ -39,7 +39,9 @@ class LossMasker:
         """everything: the loss counts all tokens of a conversation, not only answers."""
         self.tokenizer, self.everything = tokenizer, everything
         kinds = zip(tokenizer.tokens, tokenizer.token_types, strict=True)
-        self._controls = [text.decode(errors="replace") for text, kind in kinds if kind == CONTROL]
+        self.control_texts = [
+            text.decode(errors="replace") for text, kind in kinds if kind == CONTROL
+        ]
         self._bos = "" if tokenizer.bos is None else tokenizer.piece(tokenizer.bos).decode()
 
     @property
@@ -51,10 +53,6 @@ class LossMasker:
     def eog_texts(self) -> list[str]:
         """Return the texts of the tokens that end generation."""
         return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.eog_ids]
-
-    def spells_control(self, words: str) -> bool:
-        """Whether text of a message spells control tokens, which tokenizing it would then find."""
-        return any(text in words for text in self._controls)
 
     def mask_conversation(self, rendered: RenderedConversation) -> MaskedSample:
         """Tokenize and mask a rendered conversation, with one BOS if the model's file or the template asks for it."""

@@ -3,6 +3,7 @@
 Turns the values of a record into a conversation; InputError names the place and the expected value."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from typing import Any
@@ -28,6 +29,7 @@ TWINS = ("content", "value"), ("reasoning_content", "reasoning"), ("reasoning_co
 KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}
 MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", "reasoning"}
 MESSAGE_FIELDS |= KEPT_FIELDS | LOSS.keys()
+WORD = re.compile(r"\w+")
 RECORD_ADVICE = (
     'a record is like {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},'
     ' {"prompt": "…", "completion": "…"}, {"prompt": "…", "chosen": "…", "rejected": "…"} or {"text": "…"}'
@@ -218,6 +220,45 @@ def _assign_call_ids(messages: list[Message]) -> None:
         if message["role"] == "tool" and pending_ids:
             call_id, next_id = message.get("tool_call_id"), pending_ids.pop(0)
             message["tool_call_id"] = next_id if call_id is None else call_id
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return the message with its calls' arguments as JSON text, for templates that add them to other text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def name_call_ids(messages: list[Message]) -> list[Message]:
+    """Give calls, and their results, ids that contain the function's name, for templates that write only ids."""
+    ids, output, num_calls = dict[str, str](), list[Message](), 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            name, call_id = call["function"]["name"], str(call.get("id", ""))
+            names_function = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", call_id)
+            ids[call_id] = call_id if names_function else f"functions.{name}:{num_calls}"
+            calls.append({**call, "id": ids[call_id]})
+            num_calls += 1
+        answers = ids.get(str(message.get("tool_call_id", "")))
+        id_fields = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
+        output.append({**message, **id_fields})
+    return output
+
+
+def is_lost(message: Message, text: str) -> bool:
+    """Whether a text lacks the words of a message that is not the assistant's, whose spacing and quotes a template may
+    change, or the name of its speaker; tools are known by the ids of their calls."""
+    content, is_assistant = message["content"].strip(), message["role"] == "assistant"
+    forms = content, json.dumps(content, ensure_ascii=False)[1:-1]
+    has_words = is_assistant or any(form in text for form in forms)
+    name = "" if message["role"] == "tool" else message.get("name") or ""
+    return str(name) not in text or not (
+        has_words or {*WORD.findall(content)} <= {*WORD.findall(text)}
+    )
 
 
 def _check_tools(tools: Any, location: str) -> list[Any] | None:

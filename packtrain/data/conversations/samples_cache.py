@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.build_samples import NOTES_FILE, DatasetRecipe
-from packtrain.data.conversations.conversation_renderer import WEIGHTLESS
+from packtrain.data.conversations.conversation_renderer import DEVELOPER_NOTE, WEIGHTLESS
 from packtrain.data.text.corpus_cache import checksum, plain_metadata
 from packtrain.data.text.documents import TRAIN, VALID, find_sources, splits_of, unread_notes
 from packtrain.data.text.field_names import ALIASES
@@ -18,10 +18,12 @@ from packtrain.data.token_cache import ReportProgress, read_or_build
 from packtrain.data.tokenizer import KEYS
 from packtrain.gguf import GGUF
 
-FORMAT = 10  # increase it to rebuild all caches
+FORMAT = 11  # increase it to rebuild all caches
 IDENTITY = 7  # increase it if the same data gives other samples, so that no older run resumes
 # matches notes of data that gives other samples since IDENTITY was chosen
-SINCE = re.compile(rf"^{WEIGHTLESS}|: columns: .*\b({'|'.join(ALIASES)})\b.* → ", re.IGNORECASE)
+SINCE = re.compile(
+    rf"^{WEIGHTLESS}|^{DEVELOPER_NOTE}|: columns: .*\b({'|'.join(ALIASES)})\b.* → ", re.IGNORECASE
+)
 # for some vocabularies the model's name decides how whitespace is treated
 VOCABULARY_KEYS = ("tokenizer.", "general.name")
 

@@ -36,7 +36,7 @@ KINDS: dict[str, Config] = {
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "tie_word_embeddings": True,
     },
     "deepseek2": {
-        "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4,
+        "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
         "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20,
         "q_lora_rank": 40, "kv_lora_rank": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
         "topk_group": 2, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
@@ -47,7 +47,7 @@ KINDS: dict[str, Config] = {
         },
     },
     "deepseek2 lite": {
-        "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4,
+        "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
         "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20,
         "q_lora_rank": None, "kv_lora_rank": 32, "n_routed_experts": 5, "num_experts_per_tok": 3, "n_group": 1,
         "topk_group": 1, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1,

@@ -485,3 +485,65 @@ def test_no_chat_template_is_dropped(chat_template: Any, tmp_path: Path) -> None
     (tmp_path / "m/tokenizer_config.json").write_text(about)
     with pytest.raises(InputError, match=r"chat_template .*it must be a text or named texts"):
         convert(tmp_path / "m", tmp_path / "m.gguf")
+
+
+# ---- what a class takes by itself
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "mistral3"])
+def test_a_class_that_has_yarn_by_itself_needs_settings_of_rope(kind: str, tmp_path: Path) -> None:
+    """transformers' NLL differs by 0.3 of the largest logit from plain rope, which was taken."""
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    bare_config = {k: v for k, v in config.items() if k not in ("rope_parameters", "rope_scaling")}
+    with pytest.raises(InputError, match="rope_parameters is missing; it must be an object"):
+        described(tmp_path / "m", bare_config | {"rope_theta": 10_000.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("deepseek2", "norm_topk_prob"),
+        ("deepseek2", "rope_interleave"),
+        ("granitehybrid", "mamba_conv_bias"),
+        ("falcon-h1", "mamba_conv_bias"),
+        ("falcon", "parallel_attn"),
+    ],
+)
+def test_a_null_that_transformers_takes_for_false_is_not_true(
+    kind: str, key: str, tmp_path: Path
+) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    with pytest.raises(InputError, match=f"{key} is 'null'; it must be true or false"):
+        described(tmp_path / "m", config | {key: None})
+
+
+@pytest.mark.parametrize("kind", ["deepseek2", "deepseek2 lite", "qwen3next"])
+def test_an_eps_that_transformers_does_not_take_everywhere_is_said(
+    kind: str, tmp_path: Path
+) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    for eps, num_notes in ((1e-6, 0), (1e-5, 1)):
+        (tmp_path / "m/config.json").write_text(json.dumps(config | {"rms_norm_eps": eps}))
+        checkpoint = open_checkpoint(tmp_path / "m")
+        describe_checkpoint(checkpoint)
+        assert sum("transformers takes 1e-06" in n for n in checkpoint.config.notes) == num_notes
+
+
+def test_a_type_of_rope_by_its_old_name_alone_is_refused_where_versions_differ(
+    tmp_path: Path,
+) -> None:
+    """transformers 5 passes over it in classes whose layers have rope of their own, 4 does not."""
+    config, _ = write_checkpoint(tmp_path / "m", "gemma3")
+    scaling = {"type": "linear", "factor": 4.0}
+    with pytest.raises(
+        InputError, match=r"rope_scaling\.rope_type is missing; it must be 'linear'"
+    ):
+        described(tmp_path / "m", config | {"rope_scaling": scaling})
+    described(tmp_path / "m", config | {"rope_scaling": scaling | {"rope_type": "linear"}})
+
+
+def test_yarn_with_a_base_of_1_is_refused(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", "llama")
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    with pytest.raises(InputError, match=r"rope_theta is 1\.0; it must be above 1"):
+        described(tmp_path / "m", config | {"rope_theta": 1.0, "rope_scaling": rope})

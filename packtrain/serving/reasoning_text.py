@@ -74,8 +74,7 @@ def _uncertain_start(text: str, close_mark: str) -> int:
 
 
 def split_reasoning(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
-    """Split a complete answer, which begins within thoughts if `thinking`, into thoughts and content; marks: texts
-    around thoughts."""
+    """Split an answer, begun within thoughts if `thinking`, into thoughts and content; marks: texts around thoughts."""
     splitter = ReasoningSplitter(thinking, marks)
     split_parts = splitter.add_piece(text), splitter.flush()
     return split_parts[0][0] + split_parts[1][0], split_parts[0][1] + split_parts[1][1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain.common.errors import InputError
-from packtrain.data.conversations.conversation_renderer import ConversationRenderer, common_suffix
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer, num_common
 from packtrain.data.conversations.messages import Conversation
 from packtrain.serving import call_arguments
 from packtrain.serving.call_arguments import ParsedCall, read_bare, read_document, read_keywords
@@ -339,7 +339,7 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
     between = rest[end_offsets[0] : places[1]]
     pair_gap = rest[end_offsets[1] : places[2]]
     tail = rest[end_offsets[3] :]
-    before_key = common_suffix(head, pair_gap)
+    before_key = head[len(head) - num_common(head[::-1], pair_gap[::-1]) :]
     after_value = pair_gap[: len(pair_gap) - len(before_key)]
     if not after_value.strip() or not before_key.strip() or not tail.startswith(after_value):
         return None

@@ -7,7 +7,7 @@ error in the template is an InputError that names the record."""
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, product
 from typing import Any
@@ -115,7 +115,7 @@ class ConversationRenderer:
                 continue
             prefix, _, suffix = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
             base_text = self._text([ASK, reply], None)
-            head = base_text[: len(base_text) - len(common_suffix(suffix, base_text))]
+            head = base_text[: len(base_text) - num_common(suffix[::-1], base_text[::-1])]
             opening, closing = prefix[len(head) :], suffix.removesuffix(base_text[len(head) :])
             mark = opening.lstrip()
             fits = prefix.startswith(head)
@@ -188,7 +188,7 @@ class ConversationRenderer:
         before it lacks, or if later turns change earlier ones, the first that another answer changes."""
         *earlier, answer = messages
         prompt = self._mark_blocks(earlier, tools, options, True).trained_texts
-        num_before = _num_common(prompt, text.trained_texts)
+        num_before = num_common(prompt, text.trained_texts)
         if num_before == len(prompt):
             return num_before
         calls = [
@@ -198,7 +198,7 @@ class ConversationRenderer:
         changes: Message = {name: PROBE for name in ("content", *THOUGHTS) if answer.get(name)}
         changes |= {"tool_calls": calls} if calls else {}
         probed_text = self._mark_blocks([*earlier, answer | changes], tools, options)
-        return max(num_before, _num_common(probed_text.trained_texts, text.trained_texts))
+        return max(num_before, num_common(probed_text.trained_texts, text.trained_texts))
 
     def _mark_blocks(
         self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], begins: bool = False,
@@ -340,18 +340,10 @@ class ConversationRenderer:
         return message
 
 
-def _num_common(texts: list[str], peer_texts: list[str]) -> int:
-    """Return how many texts at the beginning of both lists are equal."""
-    pairs = enumerate(zip(texts, peer_texts, strict=False))
-    return next((k for k, (a, b) in pairs if a != b), min(len(texts), len(peer_texts)))
-
-
-def common_suffix(a: str, b: str) -> str:
-    """Return the longest text with which both texts end."""
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
-    return a[len(a) - length :]
+def num_common(items: Sequence[str], peer_items: Sequence[str]) -> int:
+    """Return how many items, or characters, at the beginning of both are equal."""
+    pairs = enumerate(zip(items, peer_items, strict=False))
+    return next((k for k, (a, b) in pairs if a != b), min(len(items), len(peer_items)))
 
 
 def _join_reply(
@@ -371,8 +363,7 @@ def _join_reply(
     reply_start = probe_text.rfind(PROBE)
     # perhaps a tool call, which begins where the text differs from the prompt
     if reply_start < 0 or text[:reply_start] != probe_text[:reply_start]:
-        character_pairs = enumerate(zip(prompt, text, strict=False))
-        reply_start = next((k for k, (a, b) in character_pairs if a != b), len(text))
+        reply_start = num_common(prompt, text)
         tag_start = text.rfind("<", 0, reply_start)
         if reply_start < len(text) and tag_start >= 0 and ">" not in text[tag_start:reply_start]:
             reply_start = tag_start  # two tags may begin alike

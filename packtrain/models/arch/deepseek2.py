@@ -61,6 +61,7 @@ def routing_metadata(hf_config: arch.HFConfig) -> arch.Keys:
 
 
 def extra_metadata(hf_config: arch.HFConfig, sizes: arch.ModelSizes) -> arch.Keys:
+    hf_config.note_fixed_eps("norms of narrow vectors")
     rank, rope_width, settings = sizes.kv_lora_rank, sizes.rope_dims or 0, hf_config.full_rotation()
     metadata: arch.Keys = {
         "attention.head_count_kv": 1, "attention.key_length": rank + rope_width, "attention.value_length": rank,

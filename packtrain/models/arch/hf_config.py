@@ -7,7 +7,7 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 
-MAX_SIZE = 2**31 - 1
+MAX_SIZE, FIXED_EPS = 2**31 - 1, 1e-6
 SLIDING, FULL, WINDOW = "sliding_attention", "full_attention", "sliding_window"
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 ROPE_KEYS = "rope_parameters", "rope_scaling"  # the new key and the old one
@@ -46,6 +46,9 @@ class HFConfig:
     def get(self, key: str, default: Any = None) -> Any:
         self.read_keys.add(key)
         value = self.json_values.get(key)
+        is_null = value is None and key in self.json_values
+        if is_null and default is True and key != "tie_word_embeddings":  # false to transformers
+            raise self.wrong(key, "null", "true or false")
         return default if value is None else value
 
     def get_nullable(self, key: str, default: Any = None) -> Any:
@@ -173,6 +176,9 @@ class HFConfig:
     def window_rope_base(self, default: float = 10_000.0) -> float:
         """Return rope's frequency base in layers with a sliding window. Raises InputError if rope is scaled there."""
         window_settings, new_settings = self.rope_settings().get(SLIDING), self.get(ROPE_KEYS[0])
+        if self.scaling() != "default" and self.full_rotation().get("rope_type") is None:
+            # versions of transformers differ in whether `type` alone counts here
+            raise self.wrong("rope_scaling.rope_type", None, f"{self.scaling()!r}, as type is")
         if new_settings and FULL not in new_settings:
             raise self.wrong(ROPE_KEYS[0], new_settings, f"an object with {FULL} and {SLIDING}")
         settings = window_settings if isinstance(window_settings, dict) else {}
@@ -187,8 +193,13 @@ class HFConfig:
 
     def rope_base(self, default: float) -> float:
         """Return the base of rope's frequencies; with `default` 0 the config must have one."""
+        if not default and not self.rope_settings():  # the class itself then takes YaRN
+            raise self.wrong(ROPE_KEYS[0], None, "an object, as this class has YaRN without it")
         base = self.full_rotation().get("rope_theta")
-        return self.number("rope_theta", (default or None) if base is None else base)
+        base = self.number("rope_theta", (default or None) if base is None else base)
+        if base <= 1 and self.scaling() == "yarn":
+            raise self.wrong("rope_theta", base, "above 1, as YaRN divides by its logarithm")
+        return base
 
     def scaling(self) -> str:
         """Return the type of rope scaling; "default" means no scaling."""
@@ -196,6 +207,12 @@ class HFConfig:
         new_type, old_type = settings.get("rope_type"), settings.get("type")
         scaling_type = str((old_type if new_type is None else new_type) or "default")
         return "longrope" if scaling_type == "su" else scaling_type  # its former name
+
+    def note_fixed_eps(self, part: str) -> None:
+        """Note that transformers gives `part` of the model an eps of 1e-6, if the config has another."""
+        if (eps := self.real("rms_norm_eps")) != FIXED_EPS:
+            fact = f"rms_norm_eps is {eps:g}, and transformers takes {FIXED_EPS:g} for {part}"
+            self.notes.append(f"{fact}; packtrain and llama.cpp take {eps:g}, as the file has one")
 
     def rotated_width(self, head_width: int, default: float = 1.0) -> int:
         """Return how many of a head's elements rope rotates; `default`: their share if the config has none."""

@@ -73,6 +73,7 @@ def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
+    hf_config.note_fixed_eps("the lengths of queries and keys in delta nets")
     return {
         **scan_metadata(sizes), "attention.recurrent_layers": [not attends for attends in sizes.attending],
         "full_attention_interval": hf_config.size("full_attention_interval", 4),

@@ -15,7 +15,12 @@ from packtrain.data.conversations.field_meanings import (
     ROW_TABLE,
     TURN,
 )
-from packtrain.data.conversations.messages import AnswerPair, Conversation
+from packtrain.data.conversations.messages import (
+    AnswerPair,
+    Conversation,
+    make_conversation,
+    read_messages,
+)
 from packtrain.data.conversations.record_formats import RecordReader
 from packtrain.data.text.documents import SourceFile
 from tests.test_samples import PAIR, build_dataset, learned_texts, model, write_data
@@ -226,3 +231,37 @@ def test_answers_in_a_prompt_of_messages_are_context(tmp_path: Path, model: Path
     dataset = build_dataset(write_data(tmp_path, rows), model, tmp_path)
     (text,) = learned_texts(dataset.train, model)
     assert text.count("[[") == 1 and "two" in text.partition("[[")[2]
+
+
+def test_a_role_that_stands_twice_stands_for_one(tmp_path: Path):
+    turns = [
+        {"role": "user", "from": "gpt", "content": "Hi."},
+        {"role": "assistant", "content": "Ho."},
+    ]
+    with pytest.raises(InputError, match=r"messages\[0\]: role and from differ"):
+        read_messages(turns, "row 1", "messages")
+    turns[0]["from"] = "human"
+    assert [m["role"] for m in read_messages(turns, "row 1", "messages")] == ["user", "assistant"]
+
+
+def test_values_beside_the_function_of_a_call_or_tool_are_read(tmp_path: Path):
+    """And ToolACE's name of a tool's schema."""
+    calls = [{"id": "a", "function": {"name": "up"}, "arguments": '{"by": 2}'}]
+    turns = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    schema = {"type": "object", "properties": {"by": {"type": "integer"}}}
+    tools = [
+        {
+            "type": "function",
+            "description": "Goes up.",
+            "function": {"name": "up", "parameters": schema},
+        },
+        {"name": "down", "arguments": schema},
+    ]
+    parsed = make_conversation("row 1", read_messages(turns, "row 1", "messages"), tools)
+    assert parsed.messages[1]["tool_calls"][0]["function"]["arguments"] == {"by": 2}
+    functions = [tool["function"] for tool in parsed.tools or ()]
+    assert [f["parameters"] for f in functions] == [schema, schema]
+    assert functions[0]["description"] == "Goes up."

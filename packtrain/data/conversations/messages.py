@@ -20,7 +20,7 @@ CALL_EXAMPLE = '{"name": …, "arguments": …}'
 # names of the arguments of a call, and of a tool's schema: OpenAI's, those of Anthropic, MCP and Gemini, and others
 ARGUMENT_NAMES = "arguments", "parameters", "input", "args", "kwargs"
 SCHEMA_NAMES = (
-    "parameters", "input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema",
+    "parameters", "input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "arguments",
 )  # fmt: skip
 TOOL_TYPES = None, "function", "custom"
 # fields with one meaning: they must not differ
@@ -131,6 +131,8 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
     if role is None:
         advice = "it must be system, user, assistant or tool"
         raise InputError(f"{at}: role is {raw_role!r}", advice)
+    if str(turn.get("from") or raw_role).lower() not in [k for k, v in ROLES.items() if v == role]:
+        raise InputError(f"{at}: role and from differ", "one of them must go")
     check(turn, at, MESSAGE if allow_empty else TURN)
     for name, twin in TWINS:
         if turn.get(name) and turn.get(twin) not in (None, "", turn[name]):
@@ -188,7 +190,8 @@ def _content_text(content: Any, at: str) -> str:
 def _call(call: Any, at: str) -> Message:
     """Return a tool call in the form that templates take, with its arguments as an object."""
     call = check_object(call, f"{at}: tool_calls")
-    function = check_object(call.get("function", call), f"{at}: function")
+    # values may stand beside the function, too
+    function = {**call, **check_object(call.get("function", call), f"{at}: function")}
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise InputError(f"{at}: a tool call needs a name")
@@ -274,7 +277,7 @@ def _check_tools(tools: Any, location: str) -> list[Any] | None:
     for i, tool in enumerate(tools):
         at = f"{location}: tools[{i}]"
         tool = check_object(tool, at)
-        function = check_object(tool.get("function", tool), at)
+        function = {**tool, **check_object(tool.get("function", tool), at)}
         if not isinstance(function.get("name"), str):
             raise InputError(f"{at} has no name", "it must be an object with name and parameters")
         if tool.get("type") not in TOOL_TYPES:
@@ -297,7 +300,3 @@ def check_object(value: Any, at: str) -> Message:
     if not isinstance(value, dict):
         raise InputError(f"{at} is {type(value).__name__}, not an object", RECORD_ADVICE)
     return value
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

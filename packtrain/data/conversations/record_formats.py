@@ -117,7 +117,8 @@ class RecordReader:
         check(unknown_values, location, meaning_table)
         unused_fields.update(unknown_values)
         for name in known_fields - {"tools", "history"}:
-            for message in sample_messages.as_list(record.get(name)):
+            messages = record.get(name)
+            for message in messages if isinstance(messages, list) else ():
                 if isinstance(message, dict):
                     unused_fields.update(message.keys() - sample_messages.MESSAGE_FIELDS)
 

@@ -547,3 +547,24 @@ def test_yarn_with_a_base_of_1_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     with pytest.raises(InputError, match=r"rope_theta is 1\.0; it must be above 1"):
         described(tmp_path / "m", config | {"rope_theta": 1.0, "rope_scaling": rope})
+
+
+@pytest.mark.parametrize("original", [1, 6])
+def test_yarn_whose_ramp_ends_below_0_is_refused(original: int, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", "llama")
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+    with pytest.raises(InputError, match=rf"{original}\.0; it must be a whole number above 6"):
+        described(tmp_path / "m", config | {"rope_scaling": rope})
+
+
+def test_rope_by_types_of_layers_under_the_old_key_is_refused(tmp_path: Path) -> None:
+    """transformers 5 reads it there as settings of one kind, and passes over what is within."""
+    config, _ = write_checkpoint(tmp_path / "m", "gemma3")
+    config.pop("rope_parameters", None)
+    unscaled_rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+    rope = {"full_attention": scaled, "sliding_attention": unscaled_rope}
+    with pytest.raises(InputError, match="it must be under rope_parameters, if by types"):
+        described(tmp_path / "m", config | {"rope_scaling": rope})
+    config.pop("rope_scaling", None)
+    described(tmp_path / "m", config | {"rope_parameters": rope})

@@ -231,7 +231,7 @@ def tiles_cpu(out, *tensors, body, dy_indices=(), dx_indices=(), work):
 
 def _run_tiles(start, program, dy_indices, out, tensors):
     """Run a tile's graph (`program`) once per tile and write to `out`: its outputs are rows of results; results that
-    are sums over tiles are its states.
+    are sums over tiles are its states. `tensors`: acc and gradients of results `dy_indices`, if any, and the inputs.
 
     start  returns a function that runs the program on arrays of a tile's rows by name and returns the outputs
     """

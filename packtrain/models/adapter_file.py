@@ -181,8 +181,8 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 def write_adapter(
     path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None, check: Check = bool
 ) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32; `name` goes into its metadata, `base` is needed if its experts
-    may have output factors, and `check` is write_gguf's."""
+    """Write an adapter for llama.cpp's --lora, in f32; `name` is for its metadata, `base` tells factors on outputs of
+    its experts, `check(path)` may refuse the written file by raising, before it gets its name."""
     expert_factors = _expert_factors(adapter.lora_pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE_KEY: MetadataValue("string", adapter.architecture),

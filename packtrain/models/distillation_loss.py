@@ -65,8 +65,8 @@ class DistillationLoss:
         )
 
     def row_weights(self, logits: np.ndarray) -> np.ndarray:
-        """Return teacher_parts, the weights (N, top + 1) f32 of the output head's rows for N targets: 1 for the target,
-        -p for the teacher's tokens, from their logits (N, top), the largest first."""
+        """Return weights (N, top + 1) f32 of the output head's rows for N targets: 1 for the data's token, -p for the
+        teacher's, p = softmax(logits / temperature) over its likeliest tokens; logits (N, top), largest first."""
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)

@@ -187,7 +187,7 @@ class Server:
     def render_prompt(
         self, conversation: Conversation, variables: dict[str, Any], has_start: bool = True
     ) -> str:
-        """Render a conversation, by its template's variables, with an answer's start if `has_start`; or InputError."""
+        """Render a conversation, `variables` for its template, an answer's start if `has_start`. Raises InputError."""
         variables = answer_variables(self.thinks) | variables
         with self._render_lock:  # one child renders
             return self.renderer.prompt(conversation, variables, has_start)

@@ -110,7 +110,7 @@ class SlotAnswer:
                 self._prompt_tokens.append(scored_token)
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
-        """Take the middle out of the text when the context is full; returns its bounds, as positions in the cache."""
+        """Take the middle out of the text when the context is full; returns (start, stop), positions in the cache."""
         job, num_cached = self.job, len(self.text_ids) - 1
         num_keep = len(job.prompt) if job.num_keep < 0 else job.num_keep + has_bos
         num_keep = min(num_keep, num_cached - 1)

@@ -52,7 +52,7 @@ def loss_plan(
 
 
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    """Run batches by `loss_executor`; yields each batch's losses (N,) f32 of targets of weight above 0, in order."""
+    """Yield each batch's losses (N,) f32 of targets of weight above 0, in order; `run`: made by `loss_executor`."""
     for batch in batches:
         yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
 

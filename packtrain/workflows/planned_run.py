@@ -274,7 +274,7 @@ def _plan_in_pages(
 def _build_checked_job(
     settings: RunSettings, build_job: BuildJob, report: ReportFunction
 ) -> TrainingJob:
-    """Build the job of the settings, and check both. Raises InputError."""
+    """Build a job; raise InputError for settings without effect on it. `report` gets notices."""
     check_effects(settings)
     _ = settings.spread  # raises InputError before data is read
     if settings.threads:

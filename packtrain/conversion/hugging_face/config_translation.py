@@ -204,8 +204,8 @@ def _yarn_keys(
     """Return YaRN as (GGUF keys, {}), or as (key, {tensor: divisors of frequencies}) if keys cannot say its ramp."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
-    if not original.is_integer():
-        raise c.wrong(ORIGINAL, original, "a whole number")
+    if not original.is_integer() or original < 2 * math.pi:  # YaRN's ramp would end below 0
+        raise c.wrong(ORIGINAL, original, "a whole number above 6")
     turns = {k: c.number(f"rope_scaling.{k}", rope_params.get(k) or n) for k, n in YARN.items()}
     keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if rope_params.get(key)}
     keys["rope.scaling.original_context_length"] = int(original)

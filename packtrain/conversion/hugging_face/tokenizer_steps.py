@@ -204,7 +204,7 @@ def _read_piece_steps(
 def _read_byte_steps(
     path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
-    """Read byte-level BPE into `steps`; `cuts`, the pre-tokenizer's steps, tell its GGUF name. Raises InputError."""
+    """Read byte-level BPE of a tokenizer.json (`fast`) into `steps`; `cuts`: its pre-tokenizer's. Raises InputError."""
     model = fast["model"]
     missing_byte = next((b for b in UTF8_BYTES if ALPHABET[b] not in model["vocab"]), None)
     if missing_byte is not None and model.get("unk_token") is not None:

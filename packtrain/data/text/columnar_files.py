@@ -79,7 +79,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def sheet_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
-    """Yield (place in words, cells' texts) of the first sheet's non-empty rows. Raises InputError."""
+    """Yield (place in words, cells' texts) of non-empty rows of the first sheet of report.path. Raises InputError."""
     path = report.path
     if find_spec("python_calamine") is None:
         raise InputError(

@@ -120,7 +120,7 @@ class ReadingReport:
         yield self.normalize_text(pending)
 
     def normalize_value(self, value: Any) -> Any:
-        """Change line ends of all texts in a JSON value."""
+        """Return a JSON value whose texts have line feeds for other line ends; counts the changed ones."""
         if isinstance(value, str):
             return self.normalize_text(value)
         if isinstance(value, list):

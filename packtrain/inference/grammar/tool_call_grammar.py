@@ -85,7 +85,7 @@ class ToolCallRules:
         return rule_name
 
     def build_grammar(self, start_rule: str, otherwise: str = "") -> str:
-        """Return the whole grammar; `otherwise`: JSON schema of a document that may come instead. Raises InputError."""
+        """Return the grammar for Lark: `start_rule`, or a document of JSON schema `otherwise`. Raises InputError."""
         if otherwise:
             start_rule = f"{start_rule} | {self.document(parse_schema(otherwise))}"
         return f"{LARK_HEADER}start: {start_rule}\n{''.join(self._rules)}"

@@ -31,9 +31,9 @@ class WeightedValues(NamedTuple):
 
 
 def dequantize(array: np.ndarray) -> np.ndarray:
-    """Return the values of an array as f32, (..., width): bit for bit as ggml's reference.
+    """Return the values of an array of blocks as f32, (..., width): bit for bit as ggml's reference.
 
-    Raises ValueError for an element type that is none of READABLE.
+    The array's NumPy dtype is an element type's, as in READABLE. Raises ValueError for any other.
     """
     dtype = dtype_of(array)
     if dtype not in READABLE:

@@ -229,7 +229,7 @@ def load_entries(object_code: bytes, kernels: Sequence[CompiledKernel]) -> None:
 
 
 def arg_words(kernel: CompiledKernel, args: Sequence[Any]) -> list[int]:
-    """Return the 64-bit words that an entry reads as these arguments: of arrays sizes, address, shape and strides."""
+    """Return the 64-bit words that an entry reads as arguments: of arrays size, item size, address, shape, strides."""
     entry_words = list[int]()
     for arg_type, value in zip(kernel.arg_types, args, strict=True):
         if isinstance(arg_type, ArrayArgType):

@@ -157,6 +157,8 @@ class HFConfig:
             raise self.wrong("rope_scaling", old or new_settings, "an object")
         if new_settings and old and new_settings != old:
             raise self.wrong("rope_scaling", old, "left out beside rope_parameters, or equal")
+        if not new_settings and FULL in old:
+            raise self.wrong("rope_scaling", old, "under rope_parameters, if by types of layers")
         return RopeSettings(old or new_settings, self.read_keys)
 
     def full_rotation(self) -> RopeSettings:

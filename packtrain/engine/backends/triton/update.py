@@ -51,7 +51,7 @@ def _sum_partials(y, partial_sums, acc, num_partials, ADDED: tl.constexpr, BLOCK
 
 
 def adamw(w, g, m, v, hyper, gate, decay):
-    """Update w, m and v (f32) in place as opt_step_adamw, with its `hyper`; nothing changes if `gate` is not finite."""
+    """Update w, m, v (f32) in place as opt_step_adamw, by its `hyper`, decaying w if `decay`, if `gate` is finite."""
     n = w.numel()
     launch(_adamw_block, (blocks(n, BLOCK),), w, g, m, v, hyper, gate, n, DECAY=decay, BLOCK=BLOCK)
 

@@ -325,6 +325,7 @@ def test_damaged_machine_code_is_compiled_again(
         (MemoryError(), False),
         (OSError("Could not find/load shared object file 'libllvmlite.so'"), False),
         (SystemError("error return without exception set"), False),
+        (ImportError("libllvmlite.so: failed to map segment from shared object"), False),
         (EOFError("Ran out of input"), True),
     ],
 )

@@ -131,7 +131,7 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
     if role is None:
         advice = "it must be system, user, assistant or tool"
         raise InputError(f"{at}: role is {raw_role!r}", advice)
-    if str(turn.get("from") or raw_role).lower() not in [k for k, v in ROLES.items() if v == role]:
+    if ROLES.get(str(turn.get("from") or raw_role).lower()) != role:
         raise InputError(f"{at}: role and from differ", "one of them must go")
     check(turn, at, MESSAGE if allow_empty else TURN)
     for name, twin in TWINS:

@@ -353,7 +353,7 @@ def with_numba(name: str) -> Any:
         return set_module(name, _imported(name))
     except Exception as error:
         folder = kernel_cache.complete(name)
-        if folder is None or isinstance(error, MemoryError | OSError | SystemError):
+        if folder is None or isinstance(error, MemoryError | OSError | SystemError | ImportError):
             raise  # for lack of memory, say: the cache may be sound, and other processes use it
     kernel_cache.distrust(folder)
     shutil.rmtree(folder, ignore_errors=True)

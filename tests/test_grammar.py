@@ -370,6 +370,22 @@ def test_tokens_by_name_and_control_tokens_are_no_text():
     assert not allowed[[0, 1, 2, *range(CONTROLS, CONTROLS + 30)]].any() and not allowed[-7:].any()
 
 
+@needed
+def test_a_mask_that_comes_again_is_unpacked_once_and_nobody_can_change_it():
+    letters, size = Grammar.from_gbnf(TOKENIZER, "root ::= [a-z] [a-z]*"), TOKENIZER.vocab_size
+    start = letters.allowed(size)
+    letters.accept(ids_of("a")[0])
+    fork, mask = letters.copy(), letters.allowed(size)
+    assert start is not None and mask is not None and not start[2] and mask[2]
+    assert (mask != start).sum() == 1  # the same letters, and the text may end
+    letters.accept(ids_of("b")[0])
+    assert letters.allowed(size) is mask and fork.allowed(size) is not start
+    longer_mask = letters.allowed(size + 1)
+    assert longer_mask is not None and len(longer_mask) == size + 1
+    with pytest.raises(ValueError, match="read-only"):
+        mask[0] = True
+
+
 HAS_A = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
 HAS_B = {"type": "object", "properties": {"b": {"enum": [True]}}, "required": ["b"]}
 SCHEMAS: list[tuple[Any, list[str], list[str]]] = [

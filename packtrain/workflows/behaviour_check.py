@@ -197,16 +197,14 @@ def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> lis
         lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False)
     )
     opening = "".join(character for character, _ in shared_chars)[::-1]
-    end_pattern, start_pattern = (rf"\s*{_spaced(text)}\s*" for text in (after, opening))
+    # with any white space, which some vocabularies add beside control tokens
+    end_pattern, start_pattern = (
+        r"\s*".join(["", *map(re.escape, text.split()), ""]) for text in (after, opening)
+    )
     cut = [re.sub(f"{end_pattern}$", "", text) for text in prompt_texts]
     if opening.strip():
         cut = [re.split(start_pattern, text)[-1] for text in cut]
     return [text.strip() for text in cut]
-
-
-def _spaced(text: str) -> str:
-    """Return a pattern of the text with any white space in it, which some vocabularies add beside control tokens."""
-    return r"\s*".join(map(re.escape, text.split()))
 
 
 def answer_findings(answers: Sequence[CheckedAnswer]) -> Iterator[str]:

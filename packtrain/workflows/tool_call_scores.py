@@ -53,12 +53,10 @@ def _value_text(call: ToolCall) -> str:
     """Return a text of a call's name and arguments that is equal for equal values."""
     name, arguments = call
     arguments = read_value(arguments) if isinstance(arguments, str) else arguments
-    values = json.loads(json.dumps([name, arguments]), parse_float=_parse_number)
+    values = json.loads(
+        json.dumps([name, arguments]), parse_float=lambda x: int(float(x)) if float(x).is_integer() else float(x)
+    )  # fmt: skip
     return json.dumps(values, sort_keys=True)
-
-
-def _parse_number(text: str) -> float:
-    return int(float(text)) if float(text).is_integer() else float(text)
 
 
 def call_shares(scores: Iterable[ToolCallScore]) -> Iterator[tuple[str, int, int]]:

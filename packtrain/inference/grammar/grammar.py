@@ -34,7 +34,8 @@ class Grammar:
         self._matcher = vocabulary_table.grammar_matcher(self._token_table, source)
         self._end_ids = np.array([*tokenizer.eog_ids], np.int64)
         self._digits = vocabulary_table.digit_tokens(tokenizer) if "%json" in source else None
-        can_begin = self._token_mask().any()
+        self._last_mask: tuple[tuple[bytes, bool, int], np.ndarray] = (b"", False, 0), np.empty(0)
+        can_begin = self._token_mask(tokenizer.vocab_size).any()
         self._check_matcher("it cannot be used")
         if not self.is_complete and not can_begin:
             raise InputError("grammar: no token of this vocabulary can begin a text that it allows")
@@ -88,9 +89,7 @@ class Grammar:
         """Return the mask (size,) bool of tokens that can come next; None: all, as before a trigger."""
         if self.awaits_trigger:
             return None
-        mask = self._token_mask()[:size]
-        allowed = mask if len(mask) == size else np.pad(mask, (0, size - len(mask)))
-        allowed[self._end_ids] = self.is_complete
+        allowed = self._token_mask(size)
         self._check_matcher("it became too large")
         return self._limit_digits(allowed, self._digits) if self._digits else allowed
 
@@ -122,7 +121,8 @@ class Grammar:
     def _limit_digits(self, allowed: np.ndarray, digits: DigitTokens) -> np.ndarray:
         """Return the mask without tokens that give a number of JSON more than MAX_DIGITS digits in a row. If the number
         cannot end yet, only zeros are taken out, or nothing: llguidance would read 0.000… without end."""
-        num_digits = self._count_last_digits()
+        is_text = digits.last_ids.isdisjoint(self._accepted_ids[-1:])
+        num_digits = 0 if is_text else self._count_last_digits()
         if not num_digits:
             return allowed
         long_tokens = digits.counts > MAX_DIGITS - num_digits
@@ -146,9 +146,17 @@ class Grammar:
                 return 0 if text_before.endswith(b'"') else num_digits
         return num_digits
 
-    def _token_mask(self) -> np.ndarray:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, bitorder="little").view(bool)[: self._tokenizer.vocab_size]
+    def _token_mask(self, size: int) -> np.ndarray:
+        """Return llguidance's mask (size,) bool, read-only. Inside strings it mostly repeats, and is unpacked once."""
+        mask_key = self._matcher.compute_bitmask(), self.is_complete, size
+        if mask_key != self._last_mask[0]:
+            bits = np.unpackbits(np.frombuffer(mask_key[0], np.uint8), bitorder="little")
+            mask = bits.view(bool)[: min(size, self._tokenizer.vocab_size)]
+            mask = mask if len(mask) == size else np.pad(mask, (0, size - len(mask)))
+            mask[self._end_ids] = mask_key[1]
+            mask.flags.writeable = False
+            self._last_mask = mask_key, mask
+        return self._last_mask[1]
 
     def _check_matcher(self, fact: str) -> None:
         """Raise InputError if llguidance reports an error; `fact` says what failed."""

@@ -36,8 +36,8 @@ class _GuidanceTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         count = tokenizer.vocab_size
         self.tokens = [tokenizer.piece(id) for id in range(count)]
-        types = tokenizer.token_types
-        special = {id for id in range(count) if types[id] in (CONTROL, UNKNOWN, UNUSED)}
+        kinds = enumerate(tokenizer.token_types)
+        special = {id for id, kind in kinds if kind in (CONTROL, UNKNOWN, UNUSED)}
         self.eos_ids = sorted(tokenizer.eog_ids)
         if not self.eos_ids:  # llguidance wants one
             self.eos_ids = [count]
@@ -55,10 +55,9 @@ class _GuidanceTokenizer:
 def table(tokenizer: Tokenizer) -> Any:
     """Return the LLTokenizer of a vocabulary, from which llguidance computes masks; cached, as building it is slow."""
     library, words = llguidance(), _GuidanceTokenizer(tokenizer)
-    wrapped = library.TokenizerWrapper(words)
     return library.LLTokenizer(
-        wrapped, n_vocab=len(words.tokens), eos_token=words.eos_ids, slices=[*TOKEN_SLICES]
-    )
+        library.TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.eos_ids, slices=[*TOKEN_SLICES]
+    )  # fmt: skip
 
 
 class DigitTokens(NamedTuple):
@@ -68,6 +67,7 @@ class DigitTokens(NamedTuple):
     counts: np.ndarray
     are_zeros: np.ndarray
     text_ids: np.ndarray  # tokens that only text can go on with: they begin with x
+    last_ids: frozenset[int]  # tokens that end with a digit
 
 
 @lru_cache(maxsize=2)
@@ -78,7 +78,8 @@ def digit_tokens(tokenizer: Tokenizer) -> DigitTokens:
     counts = np.array([len(pieces[id]) - len(pieces[id].lstrip(DIGITS)) for id in ids], np.int64)
     are_zeros = np.array([not pieces[id].strip(b"0") for id in ids], bool)
     text_ids = np.array([id for id, piece in enumerate(pieces) if piece[:1] == b"x"], np.int64)
-    return DigitTokens(ids, counts, are_zeros, text_ids)
+    last_ids = frozenset(id for id, piece in enumerate(pieces) if piece[-1:].isdigit())
+    return DigitTokens(ids, counts, are_zeros, text_ids, last_ids)
 
 
 def grammar_matcher(token_table: Any, source: str) -> Any:

@@ -156,6 +156,20 @@ def test_messages_are_the_prompt_of_the_same_chat(api):
     assert count == {"input_tokens": expected["input_tokens"]}
 
 
+def test_input_tokens_of_responses_are_those_that_an_answer_reads(api):
+    client, answer_options = api.client, {"extra_body": {"max_tokens": 2}}
+    first = client.responses.create(model="m", input=ASK, **answer_options)
+    fields: Any = {
+        "model": "m", "input": "a the", "instructions": "the", "tools": [FUNCTION_TOOL],
+        "previous_response_id": first.id,
+    }  # fmt: skip
+    counted = client.responses.input_tokens.count(**fields)
+    answer = client.responses.create(**fields, **answer_options)
+    assert answer.usage.input_tokens == counted.input_tokens > first.usage.input_tokens
+    assert counted.object == "response.input_tokens"
+    assert post(api, "/responses/input_tokens", **fields) == counted.model_dump()
+
+
 @pytest.mark.parametrize("fields, words", [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].type is 'image'"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role is 'robot'"),

@@ -231,20 +231,18 @@ class ResponsesFormat(BlocksFormat):
             self._stored_responses.store(self._response_id, [*self._messages[is_system:], *answer])
         counts = usage([end.counts])
         details = {"cached_tokens": end.counts.cached, "cache_write_tokens": 0}
+        thoughts = [x["content"][0]["text"] for x in self._items if x["type"] == "reasoning"]
+        thought_ids = [self._tokenizer.encode(text, bos=False, eos=False) for text in thoughts]
         token_counts = {
             "input_tokens": counts["prompt_tokens"], "input_tokens_details": details,
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_thought_tokens()},
+            "output_tokens_details": {"reasoning_tokens": sum(map(len, thought_ids))},
             "total_tokens": counts["total_tokens"],
         }  # fmt: skip
         if finish_word != "length":
             return self._response("completed", usage=token_counts, completed_at=int(time.time()))
         reason = {"reason": "max_output_tokens"}
         return self._response("incomplete", usage=token_counts, incomplete_details=reason)
-
-    def _num_thought_tokens(self) -> int:
-        thoughts = [x["content"][0]["text"] for x in self._items if x["type"] == "reasoning"]
-        return sum(len(self._tokenizer.encode(text, bos=False, eos=False)) for text in thoughts)
 
 
 def new_item_id(kind: str) -> str:

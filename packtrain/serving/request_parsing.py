@@ -327,7 +327,7 @@ def prompt_text(
         raise InputError("messages: the last calls tools; their results must follow")
     if tools is None:
         prompt = replace(prompt, tools=None)
-    elif not server.takes_tools:
+    elif not server.renderer.takes_tools:
         prompt = with_tools_prompt(prompt, server.style)
     has_partial_answer = partial_answer is not None
     has_start = body.get_flag("add_generation_prompt", True)

@@ -28,10 +28,6 @@ from packtrain.serving.tool_calls import RequestTools
 PREFIX = "llamacpp:"
 
 
-def ratio(a: float, b: float) -> float:
-    return a / b if b else 0.0
-
-
 VOCAB_TYPES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
 MAX_PIECES = 1 << 15
 OLLAMA = {
@@ -41,7 +37,6 @@ OLLAMA = {
         "quantization_level": "",
     },
 }  # fmt: skip
-RERANK_PATHS = "/rerank", "/reranking", "/v1/rerank", "/v1/reranking"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
 
 
@@ -151,6 +146,10 @@ def apply_template(server: Server, body: JsonBody, request: Request) -> Any:
 def count_tokens(server: Server, body: JsonBody, request: Request) -> Any:
     num_tokens = len(server.encode_prompt(requested_prompt(server, body)))
     return {"input_tokens": num_tokens, "object": "response.input_tokens"}
+
+
+def count_response_tokens(server: Server, body: JsonBody, request: Request) -> Any:
+    return count_tokens(server, openai_responses.chat_body(body, server.stored_responses), request)
 
 
 def requested_prompt(server: Server, body: JsonBody) -> str:
@@ -272,9 +271,10 @@ def get_metrics(server: Server, request: Request) -> Response:
         ("spec_decode_num_accepted_tokens_total", "counter", "guessed tokens that came", t.accepted),
         ("n_decode_total", "counter", "runs of the model", t.runs),
         ("n_tokens_max", "counter", "tokens of the longest text", t.max_text_tokens),
-        ("n_busy_slots_per_decode", "gauge", "busy slots of a run, mean", ratio(t.busy, t.runs)),
-        ("prompt_tokens_seconds", "gauge", "tokens read a second, mean", ratio(t.read, t.reading)),
-        ("predicted_tokens_seconds", "gauge", "tokens written a second, mean", ratio(t.decode_steps, t.output_seconds)),
+        ("n_busy_slots_per_decode", "gauge", "busy slots of a run, mean", t.busy / (t.runs or 1)),
+        ("prompt_tokens_seconds", "gauge", "tokens read a second, mean", t.read / (t.reading or 1)),
+        ("predicted_tokens_seconds", "gauge", "tokens written a second, mean",
+         t.decode_steps / (t.output_seconds or 1)),
         ("requests_processing", "gauge", "requests in slots", num_busy_slots),
         ("requests_deferred", "gauge", "requests that wait for a slot", server.engine.num_waiting),
     )  # fmt: skip
@@ -332,18 +332,20 @@ def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
     }  # fmt: skip
 
 
+ROUTES_WITH_V1 = (  # also below /v1
+    ("/health", "GET", get_health), ("/models", "GET", list_models), ("/chat/completions", "POST", chat_completion),
+    ("/responses", "POST", responses), ("/chat/completions/input_tokens", "POST", count_tokens),
+    ("/responses/input_tokens", "POST", count_response_tokens), ("/rerank", "POST engine", rerank),
+    ("/reranking", "POST engine", rerank),
+)  # fmt: skip
 ROUTES = (
-    ("/health", "GET", get_health), ("/v1/health", "GET", get_health), ("/models", "GET", list_models),
-    ("/v1/models", "GET", list_models), ("/v1/models/{name:path}", "GET", get_model), ("/props", "GET", get_props),
-    ("/slots", "GET", get_slots), ("/metrics", "GET", get_metrics), ("/lora-adapters", "GET", get_adapters),
+    *((v1 + path, method, handler) for path, method, handler in ROUTES_WITH_V1 for v1 in ("", "/v1")),
+    ("/v1/models/{name:path}", "GET", get_model), ("/props", "GET", get_props), ("/slots", "GET", get_slots),
+    ("/metrics", "GET", get_metrics), ("/lora-adapters", "GET", get_adapters), ("/infill", "POST", infill),
     ("/lora-adapters", "POST list", set_adapters), ("/slots/{id}", "POST engine", slot_action),
-    ("/completion", "POST", completion), ("/completions", "POST", completion), ("/infill", "POST", infill),
-    ("/v1/completions", "POST", text_completion), ("/chat/completions", "POST", chat_completion),
-    ("/v1/chat/completions", "POST", chat_completion), ("/v1/messages", "POST", messages),
-    ("/v1/messages/count_tokens", "POST", count_message_tokens), ("/responses", "POST", responses),
-    ("/v1/responses", "POST", responses), ("/chat/completions/input_tokens", "POST", count_tokens),
-    ("/v1/chat/completions/input_tokens", "POST", count_tokens), ("/embedding", "POST engine", llama_embedding),
+    ("/completion", "POST", completion), ("/completions", "POST", completion),
+    ("/v1/completions", "POST", text_completion), ("/v1/messages", "POST", messages),
+    ("/v1/messages/count_tokens", "POST", count_message_tokens), ("/embedding", "POST engine", llama_embedding),
     ("/embeddings", "POST engine", llama_embedding), ("/v1/embeddings", "POST engine", openai_embeddings),
-    *((path, "POST engine", rerank) for path in RERANK_PATHS), ("/tokenize", "POST", tokenize),
-    ("/detokenize", "POST", detokenize), ("/apply-template", "POST", apply_template),
+    ("/tokenize", "POST", tokenize), ("/detokenize", "POST", detokenize), ("/apply-template", "POST", apply_template),
 )  # fmt: skip

@@ -179,11 +179,6 @@ class Server:
         """Texts before and behind thoughts; None if the template has no thoughts."""
         return thinking_marks(self.template_source, self.renderer.marks)
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
-        return self.renderer.takes_tools
-
     def render_prompt(
         self, conversation: Conversation, variables: dict[str, Any], has_start: bool = True
     ) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,42 @@ def test_the_page_is_public_and_says_what_it_may_do():
 
 def test_no_ui_turns_it_off():
     assert TestClient(app(None, ui=False)).get("/").status_code == 404
+
+
+@pytest.mark.parametrize("ui", [True, False])
+def test_a_browser_that_keeps_llama_servers_page_gets_a_worker_instead_of_it(ui):
+    answer = TestClient(app(None, [KEY], ui=ui)).get("/sw.js")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+        "text/javascript"
+    )
+    assert answer.headers["cache-control"] == "no-cache"
+
+
+FAKE_BROWSER = """
+const handlers = {}, log = [];
+const page = { url: "/", navigate: (url) => log.push("open " + url) };
+const self = {
+  addEventListener: (name, handler) => { handlers[name] = handler; },
+  skipWaiting: () => log.push("skip"),
+  registration: { unregister: async () => log.push("unregister") },
+  clients: { matchAll: async (query) => (query.type === "window" ? [page] : []) },
+};
+const caches = { keys: async () => ["a", "b"], delete: async (key) => log.push("delete " + key) };
+"""
+RUN_WORKER = """
+handlers.install();
+handlers.activate({ waitUntil: (ending) => ending.then(() => console.log(JSON.stringify(log))) });
+"""
+
+
+def test_the_worker_removes_itself_and_what_it_kept_and_opens_the_page_anew():
+    worker = TestClient(app(None)).get("/sw.js").text
+    command = ["node", "-e", FAKE_BROWSER + worker + RUN_WORKER]
+    try:
+        node = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("needs node")
+    assert json.loads(node.stdout) == ["skip", "unregister", "delete a", "delete b", "open /"]
 
 
 def test_the_page_loads_nothing_and_writes_no_html():

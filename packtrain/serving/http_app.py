@@ -4,16 +4,13 @@ Clients may be slow or send too much: the memory of all bodies is bounded. The p
 script and use its own style only."""
 
 import asyncio
-import base64
-import hashlib
 import json
 import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import cache
-from importlib import resources
+from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from packtrain.common.errors import InputError
 from packtrain.common.memory import trim_heap
+from packtrain.common.web_page import asset_text, content_hash
 from packtrain.serving import routes
 from packtrain.serving.generation_jobs import ServerBusy
 from packtrain.serving.json_fields import JsonBody
@@ -157,6 +155,7 @@ class DrainRequest:
 
 
 INLINE_ELEMENT = re.compile(r"<(script|style)>(.*?)</\1>", re.S)
+_read_asset = partial(asset_text, "packtrain.serving")
 SCRIPT_NAMES = "servers", "columns", "talks", "ask", "tokens", "turns"
 
 
@@ -168,10 +167,15 @@ def page_route() -> Route:
         "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
     }  # fmt: skip
 
-    async def serve_page(request: Request) -> Response:
-        return Response(page_html, media_type="text/html", headers=headers)
+    page = Response(page_html, media_type="text/html", headers=headers)
+    return Route("/", page, methods=["GET"])
 
-    return Route("/", serve_page)
+
+def worker_route() -> Route:
+    """Create the route of the service worker that ends llama-server's, which keeps its page at this address."""
+    script, headers = _read_asset("page_sw.js"), {"Cache-Control": "no-cache"}
+    worker = Response(script, media_type="text/javascript", headers=headers)
+    return Route("/sw.js", worker, methods=["GET"])
 
 
 @cache
@@ -182,16 +186,11 @@ def page_text() -> str:
     return page_html.replace("<!--script-->", "\n".join(map(_read_asset, scripts)))
 
 
-def _read_asset(name: str) -> str:
-    return resources.files("packtrain.serving").joinpath(name).read_text(encoding="utf-8")
-
-
 def security_policy(page_html: str) -> str:
     """Return the page's Content-Security-Policy, which knows its script and style by their hashes."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for element_name, element_text in INLINE_ELEMENT.findall(page_html):
-        digest = base64.b64encode(hashlib.sha256(element_text.encode()).digest()).decode()
-        hashes[element_name].append(f"'sha256-{digest}'")
+        hashes[element_name].append(f"'{content_hash(element_text)}'")
     return (
         f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])};"
         " connect-src 'self' http: https:; img-src data:; base-uri 'none'; form-action 'none';"
@@ -208,7 +207,14 @@ CORS: dict[str, Any] = {
     "allow_origin_regex": ".*", "allow_credentials": True, "allow_headers": ["*"],
     "allow_methods": ["GET", "POST", "DELETE", "OPTIONS"],
 }  # fmt: skip
-PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
+PUBLIC = {
+    "/",
+    "/sw.js",
+    "/health",
+    "/v1/health",
+    "/models",
+    "/v1/models",
+}  # need no key, as in llama-server
 
 
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
@@ -216,7 +222,7 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
     body_reader = BodyReader()
     api_routes = [_make_route(server, body_reader, *route_args) for route_args in routes.ROUTES]
     return Starlette(
-        routes=[*api_routes, *([page_route()] if ui else ())],
+        routes=[*api_routes, worker_route(), *([page_route()] if ui else ())],
         exception_handlers=dict.fromkeys(FAULTS, _answer_error),
         middleware=[
             Middleware(DrainRequest),

@@ -48,7 +48,10 @@ class ReasoningSplitter:
             return "", self._trim_start(text)
         thought, close_mark, content = text.partition(self._close_mark)
         if not close_mark:
-            certain_length = _uncertain_start(text, self._close_mark)
+            # the end of thoughts may have begun: with space, or a prefix of the closing mark
+            lengths = range(len(self._close_mark) - 1, 0, -1)
+            mark_length = next((n for n in lengths if text.endswith(self._close_mark[:n])), 0)
+            certain_length = len(text[: len(text) - mark_length].rstrip())
             self._pending_text = text[certain_length:]
             return self._trim_start(text[:certain_length]), ""
         thought = self._trim_start(thought).rstrip()
@@ -65,12 +68,6 @@ class ReasoningSplitter:
             text = text.lstrip()
             self._trims_space = not text
         return text
-
-
-def _uncertain_start(text: str, close_mark: str) -> int:
-    """Return where a text may begin to be the end of thoughts: with space, or a prefix of the closing mark."""
-    end_lengths = (n for n in range(len(close_mark) - 1, 0, -1) if text.endswith(close_mark[:n]))
-    return len(text[: len(text) - next(end_lengths, 0)].rstrip())
 
 
 def split_reasoning(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:

@@ -114,11 +114,6 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
         None, "memory limit, such as 2GiB; refused if it does not fit", metavar="SIZE"
     )
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the model from --alias, each once."""
-        return split_names(self.alias)
-
     def keys(self) -> list[str]:
         """Return the API keys of --api-key and of the key file. Raises InputError."""
         api_keys = [*self.api_key]
@@ -157,7 +152,7 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
     context, embedder = make_contexts(settings, model, events)
     warm(settings, model, events)
     engine = make_engine(settings, model, tokenizer, context)
-    names = settings.names or [settings.model.name]
+    names = split_names(settings.alias) or [settings.model.name]
     adapters = [split_scale(adapter) for adapter in settings.lora]
     server = Server(
         model, tokenizer, renderer, template_text, bos_text, engine,

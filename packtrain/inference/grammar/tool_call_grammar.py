@@ -38,14 +38,12 @@ class ToolCallRules:
     def text(self, text: str | Sequence[str | int], is_first: bool = False) -> str:
         """Return a rule that reads a text, or its parts, with white space around them; none before if `is_first`."""
         parts = self.split_tokens(text) if isinstance(text, str) else text
-        symbols = (f"<[{part}]>" if isinstance(part, int) else self._words(part) for part in parts)
+        symbols = (
+            f"<[{x}]>" if isinstance(x, int) else f" {SPACE} ".join(map(self._word_rule, x.split())) for x in parts
+        )  # fmt: skip
         return " ".join(
             [*(() if is_first else (SPACE,)), *(f"{symbol} {SPACE}" for symbol in symbols)]
         )
-
-    def _words(self, text: str) -> str:
-        word_rules = (x for word in text.split() for x in (self._word_rule(word), SPACE))
-        return " ".join([*word_rules][:-1])
 
     def _word_rule(self, word: str) -> str:
         pieces = re.split(f"([{''.join(map(re.escape, self._wild))}])", word)

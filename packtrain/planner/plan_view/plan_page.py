@@ -3,14 +3,12 @@
 page.html has the frame and styles, page.js draws and handles events. Tables are written here, so that they work
 without the script."""
 
-import base64
-import hashlib
 import json
 from html import escape
-from importlib import resources
 from typing import Any, Unpack
 
 from packtrain.common.text import plural
+from packtrain.common.web_page import asset_text, content_hash, script_safe
 from packtrain.engine.memory_plan import Buffer, Plan, size_text
 from packtrain.planner.plan_view import scene as scenes
 from packtrain.planner.plan_view.scene import COLORS, PlanScene, printable_text
@@ -33,21 +31,6 @@ def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
     for name, section in sections.items():
         page_text = page_text.replace(f"<!--{name}-->", section)
     return page_text
-
-
-def asset_text(package: str, name: str) -> str:
-    """Return the text of a file beside a package's modules."""
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
-
-
-def content_hash(text: str) -> str:
-    """Return the hash by which a Content-Security-Policy allows a script or a style."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def script_safe(text: str) -> str:
-    """Escape `<`, `>` and `&` in JSON, so that the text cannot close its <script> element."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script_data(scene: PlanScene) -> dict[str, Any]:

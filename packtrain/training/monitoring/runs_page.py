@@ -9,7 +9,7 @@ from functools import cache, partial
 from html import escape
 from typing import Any
 
-from packtrain.planner.plan_view.plan_page import asset_text, content_hash, script_safe
+from packtrain.common.web_page import asset_text, content_hash, script_safe
 
 _asset = partial(asset_text, __package__)
 

@@ -45,10 +45,14 @@ verifying = importlib.import_module("packtrain.engine.memory_plan.plan_verifier"
 def change_views(patch: MonkeyPatch, change: Any) -> None:
     """Bind views that were changed."""
 
-    def wrong(array):
-        return lambda self, t: array(self, change(t) if t.shared and t.call.op.view else t)
+    def wrong(arrays):
+        def array_of(executor, t):
+            t = change(t) if t.shared and t.call.op.view else t
+            return arrays(executor, [t]).get(t)
 
-    wrap_attribute(patch, Executor, "_array", wrong)
+        return lambda self, tensors: {t: array_of(self, t) for t in tensors}
+
+    wrap_attribute(patch, Executor, "_arrays", wrong)
 
 
 @fault("view", case_check)

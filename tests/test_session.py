@@ -156,12 +156,13 @@ def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
             refused()
 
 
-def test_an_exception_before_the_update_leaves_everything_as_it_was():
+@pytest.mark.parametrize(("name", "noun"), [("tokens", "index"), ("targets", "target")])
+def test_an_exception_before_the_update_leaves_everything_as_it_was(name: str, noun: str):
     run, other = update(), update()
     run(step_inputs(1)), other(step_inputs(1))
     bad = step_inputs(2)
-    bad["tokens"][0, 3] = CONFIG.vocab_size
-    with pytest.raises(IndexError, match=f"index {CONFIG.vocab_size} at position 3"):
+    bad[name][0, 3] = CONFIG.vocab_size
+    with pytest.raises(IndexError, match=f"{noun} {CONFIG.vocab_size} at position 3"):
         run(bad)
     assert run.session.dirty is None
     assert same_bits(run(step_inputs(3)), other(step_inputs(3)))

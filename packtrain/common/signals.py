@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 
@@ -26,20 +27,19 @@ def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]
     Training calls should_stop between steps, the executor between ops (`stop=`). A second signal raises
     KeyboardInterrupt wherever the program is. Main thread only, as Python's signals are.
     """
-    was_signaled = False
+    signals = list[int]()
 
     def note(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal was_signaled
-        if was_signaled:
+        if signals:
             raise KeyboardInterrupt
-        was_signaled = True
+        signals.append(signal_number)
 
     default_signals = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         default_signals.append(signal.SIGHUP)
     old_handlers = {number: signal.signal(number, note) for number in numbers or default_signals}
     try:
-        yield lambda: was_signaled
+        yield partial(bool, signals)
     finally:
         for signal_number, handler in old_handlers.items():
             signal.signal(signal_number, handler)

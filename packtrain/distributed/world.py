@@ -162,16 +162,14 @@ class ProcessGroupWorld(World):
         try:
             transfer.wait()
         except RuntimeError as error:
-            raise RankLost(self._wait_for_reason(_first(error))) from None
+            lost_reason = self.heartbeat.wait_for_loss(SILENT_SECONDS)
+            reason = lost_reason or f"the connection was lost: {_first(error)}; {RESUME}"
+            raise RankLost(reason) from None
 
     def report_end(self, reason: str) -> None:
         """Tell the other ranks why this rank ends."""
         with suppress(RuntimeError):
             self.heartbeat.report_end(self.store, reason)
-
-    def _wait_for_reason(self, cause: str) -> str:
-        lost_reason = self.heartbeat.wait_for_loss(SILENT_SECONDS)
-        return lost_reason or f"the connection was lost: {cause}; {RESUME}"
 
     def close(self) -> None:
         with suppress(RuntimeError):

@@ -36,17 +36,14 @@ CallTable = CompiledCallTable | None
 
 @dataclass(slots=True)
 class _SessionLeaf:
-    """Where a leaf (weight, state or constant) lives: a buffer of its backend and the offset there, in bytes."""
+    """Where a leaf (weight, state or constant) lives: a buffer of its backend, the offset there in bytes, its array."""
 
     spec: Spec
     backend: Backend
     has_value: bool
     buffer: Any = None
     offset: int = 0
-
-    @property
-    def array(self) -> Any:
-        return self.backend.view(self.buffer, self.offset, self.spec, self.spec.strides)
+    array: Any = None
 
 
 class Session:
@@ -139,8 +136,11 @@ class Session:
         for name in overlay_names:
             parent_name, element_start = self._overlays[name]
             leaf, parent = self._leaves[name], self._leaves[parent_name]
-            leaf.buffer = parent.buffer
+            leaf.buffer, leaf.array = parent.buffer, None
             leaf.offset = parent.offset + leaf.spec.dtype.row_nbytes(element_start)
+        every_leaf = (*self._leaves.values(), *self._constants.values())
+        for leaf in [leaf for leaf in every_leaf if leaf.array is None]:
+            leaf.array = leaf.backend.view(leaf.buffer, leaf.offset, leaf.spec, leaf.spec.strides)
         for t, constant in self._constants.items():
             if not constant.has_value and t.value is not None:
                 constant.backend.write(constant.array, t.value)
@@ -168,7 +168,8 @@ class Session:
         """Return the backend's array of a leaf, or of a view of a leaf, not a copy: runs change its values."""
         base = t.shared or t
         leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.name or ""]
-        return leaf.backend.view(leaf.buffer, leaf.offset + t.offset, t.spec, t.strides)
+        place = leaf.buffer, leaf.offset + t.offset
+        return leaf.array if t is base else leaf.backend.view(*place, t.spec, t.strides)
 
     def buffer(self, space: str, name: str = "") -> Any:
         """Return the memory (a backend's buffer) of the arena with this name in a memory space."""
@@ -263,18 +264,15 @@ class Executor:
         self.window = PageWindow.over(self.placed, self.session.shared, self.session.pages)
         self.calls = [bound_step.run for bound_step in self._bound_steps()]
         graph, home = self.placed.graph, self.placed.home
-        inputs = (t for t in graph.leaves if t.kind == "input")
-        self.inputs = {t.label: (home[t], self._array(t), t.spec) for t in inputs}
-        self.outputs = {n: (home[t.base], self._array(t)) for n, t in graph.outputs.items()}
+        inputs = [t for t in graph.leaves if t.kind == "input"]
+        arrays = self._arrays([*inputs, *graph.outputs.values()])
+        self.inputs = {t.label: (home[t], arrays[t], t.spec) for t in inputs}
+        self.outputs = {n: (home[t.base], arrays[t]) for n, t in graph.outputs.items()}
 
     def _bound_steps(self) -> Iterator[BoundStep]:
         """Yield all steps with their arrays; a tensor has one array, whichever steps use it."""
-        names, arrays = self.placed.names, dict[Tensor | None, Any]()
+        arrays = self._arrays([t for s in self.placed.steps for t in (*s.results, *s.reads)])
         for i, step in enumerate(self.placed.steps):
-            for t in (*step.results, *step.reads):
-                base = t.shared or t
-                if t not in arrays and (base.kind or names[base] in self.buffer_offsets):
-                    arrays[t] = self._array(t)
             results = tuple(map(arrays.get, step.results))
             inputs = tuple(map(arrays.get, step.inputs))
             workspace = self._workspace(i, step) if step.workspaces or i in self.works else ()
@@ -289,14 +287,19 @@ class Executor:
         pairs = zip(step.workspaces, self.works.get(i, ()), strict=True)
         return tuple([step.backend.view(self.arenas[k], at, s, s.strides) for s, (k, at) in pairs])
 
-    def _array(self, t: Tensor) -> Any:
-        """Return the backend's array of t, which lies in a leaf or in an arena; t may be a view."""
-        base = t.shared or t
-        if base.kind in ("weight", "state", "constant"):
-            return self.session.array(t)
-        backend = self.placed.home[base]
-        arena_key, offset = self.buffer_offsets[self.placed.names[base]]
-        return backend.view(self.arenas[arena_key], offset + t.offset, t.spec, t.strides)
+    def _arrays(self, tensors: Iterable[Tensor]) -> dict[Tensor | None, Any]:
+        """Return the array of each tensor, in a leaf or an arena; results that nothing needs have none."""
+        names, home, arrays = self.placed.names, self.placed.home, dict[Tensor | None, Any]()
+        for t in tensors:
+            base = t.shared or t
+            if t in arrays:
+                continue
+            if base.kind in ("weight", "state", "constant"):
+                arrays[t] = self.session.array(t)
+            elif place := self.buffer_offsets.get(names[base]):
+                buffer, offset = self.arenas[place[0]], place[1] + t.offset
+                arrays[t] = home[base].view(buffer, offset, t.spec, t.strides)
+        return arrays
 
     # ---- running
 
@@ -381,7 +384,9 @@ class Executor:
         if not self.runs and (unset := self.session.unset(self.placed)):
             raise RunError(f"weights without a value: {', '.join(unset)}")
         for name, (backend, array, spec) in self.inputs.items():
-            backend.write(array, fitting(name, inputs[name], spec))
+            value, dtype = np.asarray(inputs[name]), spec.dtype.numpy
+            is_fitting = value.shape == spec.shape and value.dtype == dtype
+            backend.write(array, value if is_fitting else fitting(name, value, spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
         """Run without updates; return a text on the first step that computes a non-finite value, or None."""

@@ -9,10 +9,11 @@ from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from packtrain import kernels
 from packtrain.common.debug import flags
 from packtrain.engine.backends.host import HOST, Run, done_by_later_call
 from packtrain.engine.memory_plan import ArenaKey
@@ -71,7 +72,7 @@ class CompiledCallTable:
     def num_needed_calls(self, only: Container[str] | None) -> int:
         """Return how many calls from the first on compute all updates and the outputs in `only` (None: all)."""
         graph = self._placed.graph
-        output_names = tuple(name for name in graph.outputs if only is None or name in only)
+        output_names = tuple([name for name in graph.outputs if only is None or name in only])
         if output_names not in self._counts:
             output_bases = {graph.outputs[name].base for name in output_names}
             are_all_needed = self._has_recorded_calls
@@ -85,7 +86,7 @@ class CompiledCallTable:
 
     def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
         """Make the first `num_calls` calls; yield the indices of those left to the caller: no entry, or failed."""
-        index, call_module = 0, loader.load("jit")
+        index, call_module = 0, cast(Any, kernels.jit)
         run_all, done_mark = call_module.run_all, call_module.DONE_BY_EARLIER_CALL
         while (index := run_all(self.entry_rows, index, num_calls)) < num_calls:
             yield index

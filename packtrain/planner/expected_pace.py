@@ -1,6 +1,7 @@
 """Measures how data affects the time of a run, and checks whether its steps take as long as expected."""
 
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -47,7 +48,7 @@ def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, 
     """Return a callback check(seconds, steps_left) for a run to call after each step. After NUM_COMPARED_STEPS steps
     the callback returns a message if their median differs from `expected`; `correct` is then called with measured /
     expected seconds, if no other program is the cause."""
-    step_times, initial_wait = list[float](), 0.0
+    step_times, initial_wait = deque[float](maxlen=NUM_COMPARED_STEPS + 2), 0.0
 
     def check_step(seconds: float, left: int) -> str | None:
         nonlocal initial_wait
@@ -56,7 +57,7 @@ def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, 
             initial_wait = processor_wait_seconds()
         if len(step_times) != NUM_COMPARED_STEPS + 1:
             return None
-        compared_times = step_times[1:]
+        compared_times = [*step_times][1:]
         median_seconds = statistics.median(compared_times)
         wait_seconds = processor_wait_seconds() - initial_wait
         deviation = abs(median_seconds - expected)

@@ -106,8 +106,7 @@ class EngineStep:
 
     def evaluate(self) -> Batch:
         """Sum the gradients of all micro-batches, without an update; returns `loss`."""
-        fresh = (np.array(float(i == 0), np.float32) for i in range(len(self.batch_shares)))
-        inputs = [{**s, "fresh": new} for s, new in zip(self.batch_shares, fresh, strict=True)]
+        inputs = [{**s, "fresh": np.array(i == 0, "f4")} for i, s in enumerate(self.batch_shares)]
         losses = [output["loss"] for output in self._run_graph(MICRO, inputs)]
         self.loss = np.array(sum(losses), np.float32)
         if self.sums is not None:

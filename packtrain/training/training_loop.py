@@ -75,11 +75,12 @@ class TrainingLoop:
 
     def train(self, monitor: RunMonitor, stopped: Callable[[], bool]) -> None:
         """Train to the end or an early stop. Raises Interrupted, after saving, or NotFinite for three bad steps."""
+        num_positions = current_world().world_size * self.job.shape.num_positions
         while self.progress.step < self.job.steps and not self._report_early_stop():
             if current_world().any_rank(stopped()):
                 self.save(monitor)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
-            monitor.record_step(self._train_step())
+            monitor.record_step(self._train_step(num_positions))
             if self.sample and self._is_due(self.job.settings.sample_every, at_last_step=False):
                 text = self.sample()
                 monitor.record_sample(self.progress.step, text.removeprefix(SAMPLE_PREFIX))
@@ -88,8 +89,8 @@ class TrainingLoop:
                 self.save(monitor)
         self.save(monitor)
 
-    def _train_step(self) -> dict[str, Any]:
-        """Train one step, validate if that is due, and return the metrics record."""
+    def _train_step(self, num_positions: int) -> dict[str, Any]:
+        """Train one step (of `num_positions` on all ranks), validate if that is due, and return the metrics record."""
         start_time, step = time.perf_counter(), self.progress.step + 1
         rate = self.job.schedule.rate(step)
         result = self.engine.step(self.job.batches(step), step, rate)
@@ -110,8 +111,7 @@ class TrainingLoop:
         record: dict[str, Any] = {
             "step": step, "tokens": self.progress.tokens, "loss": result.loss, "lr": rate, "grad_norm": result.norm,
             "tokens_per_second": result.tokens / seconds,
-            "positions_per_second": current_world().world_size * self.job.shape.num_positions / seconds,
-            "seconds": self.progress.seconds, **result.extra_metrics,
+            "positions_per_second": num_positions / seconds, "seconds": self.progress.seconds, **result.extra_metrics,
         }  # fmt: skip
         due = self._is_due(self.job.steps_per_eval, at_last_step=True)
         if self.job.valid is not None and (due or stop_reason(self.job.settings, self.progress)):

@@ -43,9 +43,13 @@ def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -
 
 
 def _check_outputs(settings: TuneSettings) -> None:
-    """Raise InputError if an output would overwrite an input or another file."""
+    """Raise InputError if an output would overwrite an input or another file, or if nothing would be trained."""
     base_gguf = None if settings.model is None else GGUF(settings.model)
-    _check_trainable(settings, base_gguf)
+    if settings.num_layers == 0:
+        raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
+    for pattern in settings.freeze:
+        if base_gguf and not any(fnmatchcase(name, pattern) for name in base_gguf.entries):
+            raise InputError(f"--freeze {pattern}: {base_gguf.path} has no such tensor")
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
     read = [*(base_gguf.paths if base_gguf else ()), *data_files(settings.data), settings.teacher]
     for flag_name, output_path in outputs.items():
@@ -58,15 +62,6 @@ def _check_outputs(settings: TuneSettings) -> None:
         raise InputError(f"--adapter: {settings.adapter} is the --output, too; give another name")
     if settings.adapter.exists() and not (settings.overwrite or settings.resume):
         raise InputError(f"--adapter: {settings.adapter} exists; give another name, or --overwrite")
-
-
-def _check_trainable(settings: TuneSettings, base: GGUF | None) -> None:
-    """Raise InputError for settings that would train nothing."""
-    if settings.num_layers == 0:
-        raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
-    for pattern in settings.freeze:
-        if base is not None and not any(fnmatchcase(name, pattern) for name in base.entries):
-            raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")
 
 
 def _before_steps(fit: TrainingLoop, events: Events, stopped: Callable[[], bool]) -> None:

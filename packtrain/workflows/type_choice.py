@@ -263,15 +263,12 @@ def _candidates(
                 write_file = partial(_quantize, settings, tuned, name, data_path, events)
                 yield name.lower(), method, write_file
     for tuned_path in settings.aware:
-        yield _file_type(tuned_path), AWARE_TRAINED, partial(_copy_file, tuned_path)
+        file_type = GGUF(tuned_path).metadata.get(FILE_TYPE_KEY)
+        type_names = [name.lower() for name, mix in MIXES.items() if mix.file_type == file_type]
+        label = next(iter(type_names), str(tuned_path))
+        yield label, AWARE_TRAINED, partial(_copy_file, tuned_path)
     for tuned_path in settings.also:
         yield str(tuned_path), UNCHANGED_FILE, partial(_copy_file, tuned_path)
-
-
-def _file_type(path: Path) -> str:
-    """Return the type that a file says it is written in, as --type takes it; its path if the file says none."""
-    file_type = GGUF(path).metadata.get(FILE_TYPE_KEY)
-    return next((n.lower() for n, mix in MIXES.items() if mix.file_type == file_type), str(path))
 
 
 def _write_merged(settings: ChooseSettings, data: Path | None, events: Events, path: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ def round_to_bf16(x):
     return np.where(np.isnan(x), x, (rounded_bits & np.uint32(0xFFFF0000)).view(np.float32))
 
 
+@cache
 def num_bf16_terms(precision):
     """Return how many bf16 numbers stand for an f32 factor in kernels, 0 in f32; InputError if the CPU lacks them."""
     if precision == "bf16" and not kernels.panels.HALF:
@@ -123,20 +124,23 @@ def compiled(path, *layouts):
     return run_kernel
 
 
-def run_replayable(function, *args, check=None):
+def run_replayable(function, *args, before=None, check=None):
     """Call the function and return the bound call, which the executor makes in later runs instead of the kernel.
 
     Arrays stay in place, so shapes and views are equal in every run. To find them again took 0.8 of 4.6 ms per token of
     `110m` in 4 bits: weights drive Python out of the cache.
 
-    check  called with the function's result, which is negative where all is well
+    before  called before the function in each run
+    check   called with the function's result, which is negative where all is well
     """
+    if before is not None:
+        before()
     call = unchecked_call = partial(function, *args)
     if check is not None:
         call = partial(_call_then_check, check, unchecked_call)
         call.unchecked = unchecked_call
     call()
-    return call
+    return call if before is None else replay_after(before, call)
 
 
 def _call_then_check(check, call):
@@ -151,20 +155,18 @@ def integers_of(x: Tensor, num_planes: int) -> Spec:
 
 
 def copy_acc(y, acc):
-    """Copy acc to y, unless it is None or has y's bytes; return whether nothing was copied."""
-    if acc is None:
-        return True
+    """Copy acc to y, unless it is None or has y's bytes; return a function that copies it again, or None."""
     # not __array_interface__: each access leaves a tombstone in the interpreter's table of interned strings, which is
     # doubled when full, in the middle of a run
-    is_in_place = y.ctypes.data == acc.ctypes.data
-    if not is_in_place:
-        np.copyto(y, acc)
-    return is_in_place
+    if acc is None or y.ctypes.data == acc.ctypes.data:
+        return None
+    np.copyto(y, acc)
+    return partial(np.copyto, y, acc)
 
 
-def replay_after_copy(call, y, acc, is_in_place):
-    """Return a function for later runs: copies acc to y unless they share bytes, then makes `call`; or just `call`."""
-    return call if is_in_place else lambda: np.copyto(y, acc) or call()
+def replay_after(preparation, call):
+    """Return a function for later runs: calls `preparation`, unless it is None, and then `call`, which return None."""
+    return call if preparation is None else lambda: preparation() or call()
 
 
 def copy_acc_or_zero(y, acc):

@@ -7,7 +7,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, dtype_of, f16, f32, i32
 from packtrain.engine.ops import arrays, torch_kernels
-from packtrain.engine.ops.arrays import flatten, floats, rows
+from packtrain.engine.ops.arrays import flatten, floats, rows, run_replayable
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, real, torch
@@ -64,7 +64,9 @@ def add_numpy(y, a, b):
 @add.kernel("cpu", strided=lambda index, t: t.dtype == f32)
 def add_cpu(y, a, b, *, work=()):
     workspaces = iter(work)
-    _binary_cpu("add", np.add)(y, _unpack_to_f32(a, workspaces), _unpack_to_f32(b, workspaces))
+    a, b = _unpack_to_f32(a, workspaces), _unpack_to_f32(b, workspaces)
+    call = _binary_cpu("add", np.add)(y, a, b)
+    return None if work else call  # values must be unpacked again in each run
 
 
 @add.kernel("torch", strided=lambda index, t: t.dtype == f32)
@@ -115,19 +117,17 @@ def div_vjp(dy, y, a, b):
 
 def _binary_cpu(name, ufunc):
     def run_binary(y, a, b):
-        if y.size < MIN_PARALLEL_VALUES or not (a.flags.c_contiguous and b.flags.c_contiguous):
-            ufunc(a, b, out=y)
-            return
-        elementwise = kernels.elementwise
-        operation = elementwise.BINARY[name]
-        if a.shape == b.shape:
-            elementwise.binary(operation, flatten(y), flatten(a), flatten(b))
-        elif a.shape == y.shape and b.size == 1:
-            elementwise.binary_scalar(operation, flatten(y), flatten(a), flatten(b))
-        elif a.shape == y.shape and b.shape == a.shape[-1:]:
-            elementwise.binary_rows(operation, rows(y), rows(a), b)
-        else:
-            ufunc(a, b, out=y)
+        if y.size >= MIN_PARALLEL_VALUES and a.flags.c_contiguous and b.flags.c_contiguous:
+            elementwise = kernels.elementwise
+            operation, flat_arrays = elementwise.BINARY[name], (*map(flatten, (y, a, b)),)
+            if a.shape == b.shape:
+                return run_replayable(elementwise.binary, operation, *flat_arrays)
+            if a.shape == y.shape and b.size == 1:
+                return run_replayable(elementwise.binary_scalar, operation, *flat_arrays)
+            if a.shape == y.shape and b.shape == a.shape[-1:]:
+                return run_replayable(elementwise.binary_rows, operation, rows(y), rows(a), b)
+        ufunc(a, b, out=y)
+        return None
 
     return run_binary
 
@@ -194,7 +194,8 @@ def unary(
         return f32_only(x)
 
     def run_cpu(y, x):
-        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flatten(y), flatten(x))
+        operation = kernels.elementwise.UNARY[name]
+        return run_replayable(kernels.elementwise.unary, operation, flatten(y), flatten(x))
 
     def samples():
         for n in (1, 16, 65, 40_000):

@@ -1,5 +1,7 @@
 """Cross-entropy, on logits and fused with the output projection. A negative target is ignored."""
 
+from functools import partial
+
 import numpy as np
 
 from packtrain import kernels
@@ -78,9 +80,9 @@ def cross_entropy_numpy(out, logits, targets, weights):
 
 @cross_entropy.kernel("cpu")
 def cross_entropy_cpu(out, logits, targets, weights):
-    arrays.check_targets("cross_entropy", targets, logits.shape[-1])
-    loss, losses = map(flatten, out)
-    kernels.loss.cross_entropy(loss, losses, rows(logits), flatten(targets), flatten(weights))
+    check = partial(arrays.check_targets, "cross_entropy", targets, logits.shape[-1])
+    args = *map(flatten, out), rows(logits), flatten(targets), flatten(weights)
+    return arrays.run_replayable(kernels.loss.cross_entropy, *args, before=check)
 
 
 def _targets(shape, v):
@@ -119,10 +121,9 @@ def cross_entropy_back_numpy(dlogits, dloss, logits, targets, weights):
 
 @cross_entropy_back.kernel("cpu")
 def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
-    arrays.check_targets("cross_entropy_back", targets, logits.shape[-1])
-    kernels.loss.cross_entropy_back(
-        rows(dlogits), flatten(dloss), rows(logits), flatten(targets), flatten(weights)
-    )
+    check = partial(arrays.check_targets, "cross_entropy_back", targets, logits.shape[-1])
+    args = rows(dlogits), flatten(dloss), rows(logits), flatten(targets), flatten(weights)
+    return arrays.run_replayable(kernels.loss.cross_entropy_back, *args, before=check)
 
 
 cross_entropy_back.kernel("torch")(torch_loss.cross_entropy_back)
@@ -177,8 +178,7 @@ def linear_cross_entropy(
 
 @linear_cross_entropy.vjp
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **attrs):
-    dloss, dlosses, *other_grads = dy
-    losses, dx, (dw, db) = y[1], y[3], _weight_grads(y, b)
+    (dloss, dlosses, *other_grads), losses, dx, (dw, db) = dy, y[1], y[3], _weight_grads(y, b)
     _check_gradients(dloss, dlosses, other_grads)
     if dlosses is not None:
         return _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs)
@@ -242,13 +242,14 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap
 
 @linear_cross_entropy.kernel("cpu")
 def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, precision, work):
-    arrays.check_targets("linear_cross_entropy", targets, len(w))
+    check = partial(arrays.check_targets, "linear_cross_entropy", targets, len(w))
     (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
     by_row = flatten(loss), flatten(losses), flatten_or_absent(correct)
     output_arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flatten_or_absent(db), *work
     args = rows(x), *arrays.packed(w), flatten_or_absent(b), flatten(targets), flatten(weights)
     module = kernels.fused_head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
-    module.linear_cross_entropy(*output_arrays, *args, softcap, arrays.num_bf16_terms(precision))
+    args = *output_arrays, *args, softcap, arrays.num_bf16_terms(precision)
+    return arrays.run_replayable(module.linear_cross_entropy, *args, before=check)
 
 
 linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)

@@ -20,9 +20,9 @@ PLANES = 3  # of 8 bits, which make up an integer
 
 def is_matrix(index: int, t: Tensor) -> bool:
     """Whether a kernel reads input `index` without a copy: w (1) if an f32 matrix, one of its axes contiguous."""
-    if index != 1 or t.dtype != f32:
+    if index != 1 or t.spec.dtype != f32:
         return False
-    (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
+    (row, column), (n, k) = t.strides[-2:], t.spec.shape[-2:]
     return (column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n)
 
 
@@ -48,7 +48,8 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     fact = f"last axis of x {{}} ({x_shape[-1]}) must equal last axis of w {{}} ({w_shape[-1]})"
     require(x_shape[-1] == w_shape[-1], fact, x, w)
     leading_shape = x_shape[:-2] if len(w_shape) == 2 else _leading_shape(x, w)
-    return Spec((*leading_shape, *x_shape[-2:-1], w_shape[-2])).require(acc=acc)
+    spec = Spec((*leading_shape, *x_shape[-2:-1], w_shape[-2]))
+    return spec if acc is None else spec.require(acc=acc)
 
 
 def _leading_shape(x: Tensor, w: Tensor) -> tuple[int, ...]:
@@ -89,10 +90,9 @@ def matmul_numpy(y, x, w, acc, precision):
 @matmul.kernel("cpu", strided=is_matrix)
 def matmul_cpu(y, x, w, acc, precision, work=()):
     options = acc is not None, num_bf16_terms(precision)
-    is_in_place = arrays.copy_acc(y, acc)
+    copy = arrays.copy_acc(y, acc)
     if w.ndim == 2:
-        call = _run_product(rows(y), rows(x), w, options, work)
-        return arrays.replay_after_copy(call, y, acc, is_in_place)
+        return arrays.replay_after(copy, _run_product(rows(y), rows(x), w, options, work))
     leading_shape = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading_shape, *t.shape[-2:])) for t in (x, w))
     for index in np.ndindex(leading_shape):
@@ -201,10 +201,10 @@ def matmul_back_numpy(dx, dy, w, acc, precision):
 
 @matmul_back.kernel("cpu")
 def matmul_back_cpu(dx, dy, w, acc, precision):
-    arrays.copy_acc(dx, acc)
-    block = dtype_of(w).block
+    copy = arrays.copy_acc(dx, acc)
+    args = rows(dx), rows(dy), dtype_of(w).block, *packed(w)
     options = acc is not None, num_bf16_terms(precision)
-    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *options)
+    return arrays.replay_after(copy, run_replayable(kernels.packed.product_back, *args, *options))
 
 
 @matmul_back.kernel("torch")
@@ -262,10 +262,10 @@ def out_prod_numpy(y, a, b, acc, precision):
 
 @out_prod.kernel("cpu")
 def out_prod_cpu(y, a, b, acc, precision):
-    is_in_place = arrays.copy_acc(y, acc)
+    copy = arrays.copy_acc(y, acc)
     options = acc is not None, num_bf16_terms(precision)
     call = run_replayable(kernels.matmul_f32.product, y, rows(a).T, rows(b), *options)
-    return arrays.replay_after_copy(call, y, acc, is_in_place)
+    return arrays.replay_after(copy, call)
 
 
 @out_prod.kernel("torch")

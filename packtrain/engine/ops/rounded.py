@@ -92,13 +92,13 @@ matmul_rounded.workspace("cpu")(lambda x, w, acc: (arrays.integers_of(x, 1),))
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
-    is_in_place = arrays.copy_acc(y, acc)
+    copy = arrays.copy_acc(y, acc)
     args = arrays.rows(y), arrays.rows(x), *arrays.packed(w), acc is not None
     if len(args[1]) > MAX_DOT_ROWS:
         call = arrays.run_replayable(kernels.rounded.product_of_many, *args, work[0])
     else:
         call = arrays.run_replayable(kernels.rounded.product, *args, 1, work[0])
-    return arrays.replay_after_copy(call, y, acc, is_in_place)
+    return arrays.replay_after(copy, call)
 
 
 matmul_rounded.cost(lambda y, x, w, acc: costs.weight_product_cost(x.spec.size // x.shape[-1], w))

@@ -28,7 +28,10 @@ def terminal_text(
     column_steps = scenes.fullest_steps(scene.live_nbytes, width - MARGIN)
     heights = _category_grid(scene, column_steps)
     marks = _line_labels(scene)
-    lines = [scenes.printable_text(scene.heading, width), *_summary_lines(scene, width)]
+    # wrapped only between facts
+    summary = textwrap.wrap(scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· "), width)
+    lines = [scenes.printable_text(scene.heading, width)]
+    lines += [line.replace("\u00a0", " ") for line in summary]
     for k in range(NUM_LINES):
         upper_row, below = heights[2 * NUM_LINES - 1 - 2 * k], heights[2 * NUM_LINES - 2 - 2 * k]
         cells = zip(upper_row.tolist(), below.tolist(), strict=True)
@@ -38,12 +41,6 @@ def terminal_text(
     lines.append(f"{'alive':>{MARGIN - 2}}  " + "".join(BARS[n] for n in eighths.tolist()))
     lines.append(" " * MARGIN + _axis_line(scene, column_steps))
     return "\n".join([*lines, *_legend(scene, width, color), "", *_peak_lines(scene, width), ""])
-
-
-def _summary_lines(scene: PlanScene, width: int) -> list[str]:
-    """Return the scene's summary in lines of at most `width` columns, wrapped only between facts."""
-    summary = scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· ")
-    return [line.replace("\u00a0", " ") for line in textwrap.wrap(summary, width)]
 
 
 def _category_grid(scene: PlanScene, steps: np.ndarray) -> np.ndarray:

@@ -172,8 +172,7 @@ class _Recomputation:
         """Write the call again, each input replaced by its copy in `passing`, else an earlier copy; return results."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
         with written_for(call.origin, "backward" if rereads_stored_weight(call) else "recomputed"):
-            result = call.op(*inputs, **call.attrs)
-        return result if isinstance(result, tuple) else (result,)
+            return as_tuple(call.op(*inputs, **call.attrs))
 
 
 def as_tuple(op_result: Any) -> tuple[Tensor, ...]:
@@ -261,7 +260,7 @@ class _Backward:
             producer = d.call
             if producer is None or producer.serial <= newest or d.index or producer.op.acc is None:
                 continue
-            if producer.inputs[producer.op.acc] is not None or sum(g is d for g in gradients) > 1:
+            if producer.inputs[producer.op.acc] is not None or gradients.count(d) > 1:
                 continue  # accumulates already, or is another input's gradient, too, which must not change
             inputs = list(producer.inputs)
             inputs[producer.op.acc] = self.partial[t]

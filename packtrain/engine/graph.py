@@ -44,7 +44,9 @@ class Graph:
             names[leaf], use_counts[label] = label, 1
         results = [t for call in self.calls for t in call.results]
         for t in [*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results]:
-            names[t] = unique_name(t.name or (t.call.op.name if t.call else "leaf"), use_counts)
+            name = t.name or (t.call.op.name if t.call else "leaf")
+            names[t] = unique_name(name, use_counts) if name in use_counts else name
+            use_counts[names[t]] = 1
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:

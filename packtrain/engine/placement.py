@@ -13,7 +13,6 @@ from functools import cached_property
 
 from packtrain.engine.backends import CPU, Backend, Target, numpy
 from packtrain.engine.graph import Graph
-from packtrain.engine.ops.shape import cont
 from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Call, GraphError, Kernel, Tensor
 from packtrain.engine.transfer_overlap import overlap_transfers
@@ -139,7 +138,7 @@ class _PlacementBuilder:
         self.names = dict(graph.names)
         self.steps: list[KernelStep] = []
         self.barriers: list[int] = []
-        self.copies = TransferCopies(graph, order, self.home, self.names, self._add_copy)
+        self.copies = TransferCopies(graph, order, self.home, self.names, self.steps)
         self.fallback_ops: set[str] = set()
 
     def add_groups(self, groups: list[list[Call]]) -> None:
@@ -176,12 +175,6 @@ class _PlacementBuilder:
         self.steps.append(KernelStep(call.op, call, backend, kernel, tuple(inputs), call.results))
         if self.has_many_spaces:
             self.copies.offload_values(call)
-
-    def _add_copy(
-        self, call: Call, backend: Backend, kernel: Kernel, t: Tensor, copy: Tensor,
-        source: Backend | None,
-    ) -> None:  # fmt: skip
-        self.steps.append(KernelStep(cont, call, backend, kernel, (t,), (copy,), source))
 
     @cached_property
     def reader_spaces(self) -> dict[Tensor, set[str]]:

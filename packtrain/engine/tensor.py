@@ -271,7 +271,7 @@ class Op(Generic[P, R]):
         self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
         parameters = self.__signature__.parameters.values()
         positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.arity, self.required = len(positional), sum(p.default is p.empty for p in positional)
+        self.arity, self.required = len(positional), len(positional) - len(rule.__defaults__ or ())
         attrs = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.defaults = {p.name: p.default for p in attrs if p.default is not p.empty}
         self.vjp_rule: Callable[..., Any] | None = None

@@ -3,31 +3,29 @@
 `place` asks for inputs in the memory where a call runs; each copy becomes a step of its own.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from packtrain.engine.backends import HOST, Backend, cpu
 from packtrain.engine.graph import Graph, unique_name
 from packtrain.engine.ops.shape import cont
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Call, GraphError, Kernel, Op, Tensor
-
-# (call before or after which the copy runs, backend, kernel, value, copy, backend of the value)
-CopyWriter = Callable[[Call, Backend, Kernel, Tensor, Tensor, Backend | None], None]
 
 
 class TransferCopies:
     """Inserts copies between memories for calls that are being placed; adds a name and a home for each copy.
 
-    write_copy  called for each new copy
-    order       the graph's calls in the order of the run
+    steps  the steps placed so far, to which copies are added
+    order  the graph's calls in the order of the run
     """
 
     def __init__(
         self, graph: Graph, order: Sequence[Call], home: dict[Tensor, Backend], names: dict[Tensor, str],
-        write_copy: CopyWriter,
+        steps: list[KernelStep],
     ) -> None:  # fmt: skip
-        self.home, self.names, self.write_copy = home, names, write_copy
+        self.home, self.names, self.steps = home, names, steps
         self.used_names = dict.fromkeys(graph.names.values(), 1)
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
         self.leaving, self.left = _offloads_after(graph.offloaded, order), dict[Tensor, Tensor]()
@@ -102,7 +100,7 @@ class TransferCopies:
         if (t, backend.space) not in self.copies:
             copy = self.copies[t, backend.space] = cont(t)
             self.home[copy], self.names[copy] = backend, unique_name(name, self.used_names)
-            self.write_copy(call, backend, kernel, t, copy, source)
+            self.steps.append(KernelStep(cont, call, backend, kernel, (t,), (copy,), source))
         return self.copies[t, backend.space]
 
 

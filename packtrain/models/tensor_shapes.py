@@ -87,9 +87,9 @@ def unused_weights(config: Config) -> list[str]:
 
 def _with_biases(config: Config, named_shapes: Shapes) -> Shapes:
     """Add ".weight" to names within a block, and after each its bias (its first axis) if the model has one."""
-    shapes_by_name: Shapes = {}
+    shapes_by_name, traits = Shapes(), config.traits
     for name, shape in named_shapes.items():
-        is_bare = config.traits.unsuffixed_ffn_norm and name == config.traits.ffn_norm
+        is_bare = traits.unsuffixed_ffn_norm and name == traits.ffn_norm
         shapes_by_name[name if is_bare else f"{name}.weight"] = shape
         if f"{name}.bias" in config.optional:
             shapes_by_name[f"{name}.bias"] = shape[:-1] or shape

@@ -122,13 +122,13 @@ def rope(x: Tensor, table: Tensor, *, neox: bool = False, inverse: bool = False)
         y      (..., H, D)      f32
     Su et al. 2021, arXiv 2104.09864; ggml_rope, ggml_rope_ext; `inverse` is ggml_rope_ext_back.
     """
-    Spec(x.shape).require(x=x)
-    fits = len(x.shape) >= 2 and table.shape[:-2] == x.shape[:-2] and table.shape[-1:] == (2,)
-    required_shape = [*x.shape[:-2], "R/2", 2]
-    fact = f"x is {x.spec} and table is {table.spec}; it must be f32{required_shape}"
-    require(fits and table.dtype == f32, fact)
-    fact = f"table turns {2 * table.shape[-2]} elements, x has {x.shape[-1]}"
-    require(2 * table.shape[-2] <= x.shape[-1], fact)
+    shape, table_shape = x.spec.shape, table.spec.shape
+    Spec(shape).require(x=x)
+    fits = len(shape) >= 2 and table_shape[:-2] == shape[:-2] and table_shape[-1:] == (2,)
+    fact = f"x is {{}} and table is {{}}; it must be f32{[*shape[:-2], 'R/2', 2]}"
+    require(fits and table.spec.dtype == f32, fact, x, table)
+    fact = f"table turns {2 * table_shape[-2]} elements, x has {shape[-1]}"
+    require(2 * table_shape[-2] <= shape[-1], fact)
     return x.spec
 
 

@@ -28,7 +28,7 @@ class StepInputs:
 
     def key(self, w: Tensor) -> Tensor | None:
         """Return the key of stochastic rounding for a bf16 weight, else None."""
-        return None if w.dtype == f32 else self.rounding
+        return None if w.spec.dtype == f32 else self.rounding
 
 
 class StepRunner(Protocol):

@@ -70,7 +70,7 @@ def sampled():
 
 def stream_of(w: Tensor) -> int:
     """Return the number of the random stream for stochastic rounding of w; 0 for f32, which is not rounded."""
-    return 0 if w.dtype == f32 else noise_stream(w.label)
+    return 0 if w.spec.dtype == f32 else noise_stream(w.label)
 
 
 def decay_axes() -> Any:

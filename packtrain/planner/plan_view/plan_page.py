@@ -52,9 +52,9 @@ def _script_data(scene: PlanScene) -> dict[str, Any]:
 
 def _later_names(b: Buffer) -> list[str]:
     """Return names of the tensors that reuse the bytes of the buffer's first tensor, at most MAX_LATER_NAMES."""
-    names = [name for name in b.tensors if name != b.name]
+    names = b.tensors[1:]
     num_hidden = len(names) - MAX_LATER_NAMES
-    visible_names = [printable_text(name) for name in names[:MAX_LATER_NAMES]]
+    visible_names = [*map(printable_text, names[:MAX_LATER_NAMES])]
     return [*visible_names, f"{num_hidden:,} more"] if num_hidden > 0 else visible_names
 
 
@@ -77,10 +77,10 @@ def _color_swatch(category: str) -> str:
 
 def _peak_buffer_rows(scene: PlanScene) -> str:
     """Return HTML table rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
-    buffer_indices = {b: k for k, b in enumerate(scene.buffers)}
+    buffer_indices = {id(b): k for k, b in enumerate(scene.buffers)}
     shown, remaining = scene.peak_buffers
     table_rows = [
-        f'<tr data-buffer="{buffer_indices[b]}"><td class="name">{escape(printable_text(b.name))}'
+        f'<tr data-buffer="{buffer_indices[id(b)]}"><td class="name">{escape(printable_text(b.name))}'
         f"<td>{escape(printable_text(b.op))}"
         f'<td class="category">{_color_swatch(b.category)}{b.category}{_number_cells(scene, b.nbytes)}'
         for b in shown

@@ -66,13 +66,9 @@ def _message(field_number: int, value: bytes) -> bytes:
 # ---- the checksum of TFRecords: CRC-32C, rotated and shifted by a constant ---------------------------------------
 
 
-def _crc_remainder(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-    return byte
-
-
-REMAINDERS = [_crc_remainder(byte) for byte in range(256)]
+REMAINDERS = [*range(256)]
+for _ in range(8):
+    REMAINDERS = [byte >> 1 ^ (0x82F63B78 if byte & 1 else 0) for byte in REMAINDERS]
 
 
 def _masked_crc(data: bytes) -> bytes:

@@ -58,6 +58,15 @@ def test_samples_cost_something(name):
             assert math.isfinite(took) and took > KNOWN_RATES.call
 
 
+def test_equal_calls_take_the_seconds_of_one():
+    """What is computed once for equal calls is what each call takes: of all samples, read and not."""
+    samples = [list(op.sample_rule()) for op in OPS.values() if op.sample_rule is not None]
+    steps = [step for outputs in samples for y in outputs for step in place(Graph([y])).steps]
+    for read in (set(), {t for step in steps for t in step.results}):
+        each = [call_seconds(step, KNOWN_RATES, read) for step in steps]
+        assert cost_model.step_seconds([*steps, *steps], KNOWN_RATES, read) == each + each
+
+
 @pytest.mark.parametrize("name", ["ssm_scan_cells", "delta_rule_cells", "short_conv_cells"])
 def test_scans_of_cells_cost_by_token(name):
     costs_by_token = set()

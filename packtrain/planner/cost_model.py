@@ -1,8 +1,11 @@
 """Predicts the seconds of a plan: the work that its ops declare, divided by rates measured on this machine."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
 
 from packtrain.engine.ops.costs import call_cost, traffic_nbytes
 from packtrain.engine.placement import Placed
@@ -16,6 +19,7 @@ NUM_BALANCED_TASKS = 64  # tasks that keep all threads busy to the end
 SHARES = {
     "multiply": 0.5, "multiply bf16": 1.0, "multiply bf16x3": 0.5, "attend": 0.4, "attend back": 0.4, "pack": 0.03,
 }  # fmt: skip
+SHAPE_AND_TYPE = attrgetter("spec.shape", "spec.dtype")
 SHARE = 0.02  # share of every other kind of work
 
 
@@ -85,13 +89,29 @@ def graph_seconds(placed: Placed, rates: BackendRates) -> float:
     """Return the expected seconds of one run of a placed graph; copies between memories overlap other steps."""
     read_tensors = {t for step in placed.steps for t in step.reads}
     now, arrivals = 0.0, dict[Tensor | None, float]()
-    for step in placed.steps:
-        took = call_seconds(step, rates, read_tensors)
+    for step, took in zip(
+        placed.steps, step_seconds(placed.steps, rates, read_tensors), strict=True
+    ):
         if step.op is BEGIN_COPY:
             arrivals[step.results[0]] = now + took
         else:
             now = max(now, arrivals[step.inputs[0]]) if step.op is FINISH_COPY else now + took
     return now
+
+
+def step_seconds(
+    steps: Iterable[KernelStep], rates: BackendRates, read: Collection[Tensor]
+) -> list[float]:
+    """Return call_seconds of each step, computed once for equal calls: op, backends, attributes, shapes and types."""
+    seconds_by_call, all_seconds = dict[tuple[Any, ...], float](), list[float]()
+    for step in steps:
+        place = step.backend.name, step.source and step.source.name
+        call = step.op, place, *step.attrs.items(), *map(is_, step.inputs, repeat(None))
+        call += *map(SHAPE_AND_TYPE, step.reads), *map(read.__contains__, step.results)
+        if call not in seconds_by_call:
+            seconds_by_call[call] = call_seconds(step, rates, read)
+        all_seconds.append(seconds_by_call[call])
+    return all_seconds
 
 
 def copy_seconds(nbytes: float, *endpoints: BackendRates) -> float:
@@ -111,18 +131,14 @@ def call_seconds(
     if isinstance(call, KernelStep) and call.source is not None:
         endpoints = rates.on(call.source.name), rates.on(call.backend.name)
         return copy_seconds(call.results[0].spec.nbytes, *endpoints)
-    if isinstance(call, KernelStep):
-        rates = rates.backend_rates.get(call.backend.name, rates)
-    cost, kinds, work_seconds = call_cost(call, read), rates.kinds, 0.0
-    for kind, amount in cost.work.items():
-        work_seconds += amount / (kinds.get(kind) or rates.rate_of(kind))
+    rates = rates.on(call.backend.name) if isinstance(call, KernelStep) else rates
+    cost = call_cost(call, read)
+    work_seconds = sum([amount / rates.rate_of(kind) for kind, amount in cost.work.items()])
     data_share = (
         rates.attended_share if cost.is_causal else rates.target_share if cost.only_targets else 1.0
     )
     overhead_seconds = rates.call + (rates.region if cost.num_tasks > 1 else 0.0)
-    compute_seconds = data_share * work_seconds
-    if cost.num_tasks < NUM_BALANCED_TASKS:
-        compute_seconds *= idle_factor(cost.num_tasks, rates.threads)
+    compute_seconds = data_share * work_seconds * idle_factor(cost.num_tasks, rates.threads)
     return overhead_seconds + max(compute_seconds, rates.memory_seconds(traffic_nbytes(call, cost)))
 
 

@@ -69,7 +69,7 @@ class DeviceSpread:
             at |= {f"blk.{block}.": device, f"cache.{block}": device}
         if num_device_blocks > num_blocks:
             at |= dict.fromkeys(OUTPUT_PREFIXES, self.devices[-1])
-        leaf_names = leaves(shape)[0]
+        leaf_names = leaves(shape.config, shape.base)[0]
         leaf_homes = {n: d for n in leaf_names for prefix, d in at.items() if n.startswith(prefix)}
         leaf_homes |= {prefix: d for prefix, d in at.items() if prefix.startswith("cache.")}
         return replace(self.target, homes=leaf_homes) if len(self.target.every) > 1 else self.target

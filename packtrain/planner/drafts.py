@@ -73,14 +73,14 @@ def by_chunk(
     work = [i for i, s in enumerate(stored) if (s.op, s.category) == (HEAD.name, "workspace")]
     head_steps = [step for step in placed.steps if step.op is HEAD]
     other_steps = [step for step in placed.steps if step.op is not HEAD]
-    seconds = sum(cost_model.call_seconds(step, rates, read) for step in other_steps)
+    seconds = sum(cost_model.step_seconds(other_steps, rates, read))
     result = dict[int, GraphEstimate]()
     for chunk in chunks:
         cut = [_with_chunk(step, chunk) for step in head_steps]
         if work:
             size[work] = [aligned_nbytes(spec) for step in cut for spec in step.workspaces]
         arena, _ = lower_bound(start_steps, end_steps, size)
-        total = seconds + sum(cost_model.call_seconds(step, rates, read) for step in cut)
+        total = seconds + sum(cost_model.step_seconds(cut, rates, read))
         pool = pool_nbytes((*other_steps, *cut), space)
         result[chunk] = GraphEstimate(
             arena, total, len(placed.graph.calls), training_plans.lasting(placed), pool
@@ -139,7 +139,8 @@ def chain(
 def _gradient_nbytes(shape: StepShape) -> tuple[int, int]:
     """Return the bytes of the f32 gradients of a block, and of all trained tensors outside of blocks."""
     block_nbytes = outer_nbytes = 0
-    for leaf in training_plans.leaves(with_num_blocks(shape, 1))[1]:
+    one_block = with_num_blocks(shape, 1)
+    for leaf in training_plans.leaves(one_block.config, one_block.base)[1]:
         nbytes = aligned_nbytes(Spec(leaf.shape))  # f32, whatever the type of the leaf
         if leaf.label.startswith("blk."):
             block_nbytes += nbytes
@@ -287,7 +288,7 @@ class DraftEstimator:
         target = self.request.target
         if target.is_uniform:
             return self.space == target.space
-        leaves = training_plans.leaves(shape)[0].items()
+        leaves = training_plans.leaves(shape.config, shape.base)[0].items()
         block_leaves = (leaf for name, leaf in leaves if name.startswith("blk."))
         return any(target.home(leaf).space == self.space for leaf in block_leaves)
 

@@ -55,7 +55,7 @@ class PlanRequest:
 
     def offloaded(self, shape: StepShape) -> "PlanRequest":
         """Return the request with the optimizer's moments in the process's memory, also for weights on a device."""
-        trained = [] if self.target.private else leaves(shape)[1]
+        trained = [] if self.target.private else leaves(shape.config, shape.base)[1]
         weights = [leaf for leaf in trained if self.target.home(leaf).space != HOST]
         local = weights
         if shape.moment_share is not None:  # this process has only moments of its share
@@ -70,7 +70,7 @@ class PlanRequest:
         """Return the placed graphs that generate sample texts during a run, by number of tokens per forward pass."""
         if not self.num_cells:
             return {}
-        types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
+        types = {name: leaf.dtype for name, leaf in leaves(shape.config, shape.base)[0].items()}
         cache, sizes = CacheLayout(self.num_cells), RunSizes.of(self.num_cells, 1, SAMPLED)
         return dict[Name, Placed](place_runs(shape.config.still, cache, sizes, types, self.target))
 

@@ -52,7 +52,7 @@ def plan_data(
 
 def _parameter_counts(plans: TrainingPlans) -> str:
     counts = Counter[str]()
-    for leaf in leaves(plans.shape)[1]:
+    for leaf in leaves(plans.shape.config, plans.shape.base)[1]:
         counts[leaf.spec.dtype.name] += math.prod(leaf.spec.shape)
     first_text, *other_texts = [f"{n:,} {{}}in {dtype}" for dtype, n in counts.items()]
     return ", ".join([first_text.format("parameters "), *(text.format("") for text in other_texts)])

@@ -78,8 +78,9 @@ def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tu
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     elapsed = free_time = busy = stalled_seconds = 0.0
-    for step in micro_graph.steps:
-        elapsed += cost_model.call_seconds(step, rates, read_tensors)
+    seconds = cost_model.step_seconds(micro_graph.steps, rates, read_tensors)
+    for step, took in zip(micro_graph.steps, seconds, strict=True):
+        elapsed += took
         if step.op.name == "reduce_scatter":
             send_seconds = transfer_seconds(step.reads[1].spec.size, ranks, rates, link) / 2
             free_time, busy = max(free_time, elapsed) + send_seconds, busy + send_seconds
@@ -113,6 +114,5 @@ def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) 
 def _ready_times(micro_graph: Placed, rates: BackendRates, indices: Sequence[int]) -> list[float]:
     """Return the seconds from the start of a graph's run until each of the steps `indices` is done."""
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
-    step_seconds = (cost_model.call_seconds(s, rates, read_tensors) for s in micro_graph.steps)
-    done_times = [*accumulate(step_seconds)]
+    done_times = [*accumulate(cost_model.step_seconds(micro_graph.steps, rates, read_tensors))]
     return [done_times[min(step_index, len(done_times) - 1)] for step_index in indices]

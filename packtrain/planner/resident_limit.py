@@ -32,7 +32,7 @@ def plan_within_resident(
     limit  bytes of private memory and of pages together
     rate   bytes per second at which the base's file is read
     """
-    model = leaves(shape)[0].values()
+    model = leaves(shape.config, shape.base)[0].values()
     sizes = sorted(in_pages(leaf.spec.nbytes) for leaf in mapped_leaves(shape, model))
     room = sum(sizes) if sum(sizes) <= limit // 2 else sum(sizes[-NUM_LARGEST_WEIGHTS:])
     private_limit = request.limits.get(HOST, limit)

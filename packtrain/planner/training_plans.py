@@ -4,9 +4,9 @@ Nothing is allocated here. All plans share the leaves, by name, and one arena.
 The heap keeps a part of made plans, and a printed budget must do for the next process: so a child measures what plans
 add to `baseline_nbytes`, and the run's process makes plans once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, get_args
 
 from packtrain.distributed import rooms_nbytes
@@ -222,7 +222,7 @@ def mapped_leaves(shape: StepShape, of: Iterable[Tensor]) -> dict[Tensor, None]:
 
 def packed_weight_types(shape: StepShape) -> set[Dtype]:
     """Return the types other than f32 that the model's weights have."""
-    return {leaf.spec.dtype for leaf in leaves(shape)[0].values()} - {f32}
+    return {leaf.spec.dtype for leaf in leaves(shape.config, shape.base)[0].values()} - {f32}
 
 
 def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
@@ -291,7 +291,7 @@ def block_graph(shape: StepShape) -> str:
 
 def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
     """Build the graph `name` of a run, with the values between those blocks that its backward pass reaches."""
-    weights, trained = leaves(shape)
+    weights, trained = leaves(shape.config, shape.base)
     clip: dict[str, Any] = {"max_norm": shape.max_norm, "max_value": shape.max_value}
     if name == UPDATE:
         kind = shape.moment_share, shape.scatters_gradients
@@ -355,14 +355,13 @@ def num_unreached(config: Config, base: BaseModel | None) -> int:
     return min((int(name.split(".")[1]) for name in reached_names), default=config.block_count)
 
 
-def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
+@lru_cache(maxsize=4)
+def leaves(config: Config, base: BaseModel | None) -> tuple[Mapping[str, Tensor], Sequence[Tensor]]:
     """Return all weights of the model by name, and the list of those that are trained."""
-    if shape.base is None:
-        weights = transformer.weights(shape.config)
-        return weights, [leaf for leaf in weights.values() if leaf.role == "weight"]
-    base = shape.base
-    named_leaves = transformer.weights(shape.config)
-    shapes = {n: named_leaves[n].spec.shape for n in base.trained_names(shape.config, named_leaves)}
+    named_leaves = transformer.weights(config)
+    if base is None:
+        return named_leaves, [t for t in named_leaves.values() if t.role == "weight"]
+    shapes = {n: named_leaves[n].spec.shape for n in base.trained_names(config, named_leaves)}
     types = {name: base.masters if is_matrix(name, s) else f32 for name, s in shapes.items()}
-    weights = transformer.weights(shape.config, dict(base.types) | types)
+    weights = transformer.weights(config, dict(base.types) | types)
     return weights, [weights[name] for name in types]

@@ -72,7 +72,7 @@ RUNS = {
         "in 3 steps the loss changed by less than 1e\\+06 of its value \\(--delta\\)",
     ),
     "unimproved": ("--max-no-improvement 2 --lr 0.9", "no better training loss than .* in 2 steps"),
-    "gradient": ("--grad-tol 1e9", "the norm of the gradients is .*, at most --grad-tol 1e\\+09"),
+    "gradient": ("--grad-tol 1e9", "the gradient norm is .*, at most --grad-tol 1e\\+09"),
 }
 
 

@@ -1,6 +1,7 @@
 """The commands as functions: the same results, the same sentences, and a handle."""
 
 import inspect
+import re
 import subprocess
 import sys
 import threading
@@ -121,6 +122,20 @@ def test_a_plan_is_that_of_the_run(text: Path, tmp_path: Path) -> None:
     assert planned.plans.nbytes == done.plan.plans.nbytes
     small = pt.plan(pt.train, text, memory="10MiB", **options)
     assert small.refusal is not None and small.minimum() > 10 << 20
+    assert "memory" in small.refusal and "--" not in small.refusal  # keywords, not flags
+
+
+def test_sizes_that_are_named_run_in_the_same_process(text: Path, tmp_path: Path) -> None:
+    """A search beside loaded kernels takes more than the run; the smallest plans are known by then."""
+    shape = {"layers": 4, "ctx": 128, "batch_size": 8}
+    options = {"output": tmp_path / "m.gguf", "iters": 1, "overwrite": True, **SMALL | shape}
+    with pytest.raises(DoesNotFit, match="memory that would do") as refusal:
+        pt.train(text, memory="10MiB", **options)
+    named = re.search(r"would do is about (\d+)MiB", str(refusal.value))
+    assert named is not None
+    assert pt.train(text, memory=f"{named[1]}MiB", **options).progress.step == 1
+    minimum = pt.plan(pt.train, text, **options).minimum()
+    assert pt.train(text, memory=minimum, **options).progress.step == 1
 
 
 def test_tuning_measuring_and_writing(text: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import fields
@@ -268,6 +269,17 @@ def test_a_misspelt_file_of_data_is_answered_by_the_one_that_is_there(tmp_path, 
     (tmp_path / "notes.txt").write_text("a text")
     words = ["train", "--data", str(tmp_path / "note.txt")]
     assert refusal_line(capsys, words).endswith("note.txt does not exist; did you mean notes.txt?")
+
+
+def test_a_data_set_of_a_hub_and_a_cut_model_are_to_be_downloaded(tmp_path, capsys):
+    address = "https://huggingface.co/datasets/openai/gsm8k"
+    for name in ("openai/gsm8k", address):
+        line = refusal_line(capsys, ["train", "--data", name])
+        assert line.endswith("hf download --repo-type dataset openai/gsm8k --local-dir gsm8k")
+    assert refusal_line(capsys, ["train", "--data", "texts/a.txt"]).endswith("does not exist")
+    cut_model = tmp_path / "cut.gguf"
+    cut_model.write_bytes(b"GGUF" + struct.pack("<IQQI", 3, 1, 9, 1))
+    assert refusal_line(capsys, ["inspect", str(cut_model)]).endswith("left; download it again")
 
 
 def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # noqa: F811

@@ -100,9 +100,7 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
     verdict = "The machine was quiet."
     if wait_share >= MAX_WAIT_SHARE:
         wait_text = f"threads waited for the processor for {wait_share:.2f} s of each second"
-        verdict = (
-            f"The machine was busy ({wait_text}): only ratios mean something, and those little."
-        )
+        verdict = f"The machine was busy ({wait_text}): only ratios mean anything, and little."
     print(f"\n{verdict}")
     if settings.json:
         report_data = {**about, "waited": wait_share, "quiet": wait_share < MAX_WAIT_SHARE}

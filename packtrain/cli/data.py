@@ -47,9 +47,7 @@ class DataSettings:
     train_on: str = option(
         "all", "which of the assistant's turns to train on", choices=("all", "last"), conflicts=ALL_TURNS,
     )  # fmt: skip
-    separator: str | None = option(
-        None, "text between documents of a .txt; <|endoftext|> is detected"
-    )
+    separator: str | None = option(None, "text between .txt documents; <|endoftext|> is detected")
     val_split: float = option(
         0.0, "share used for validation if the data has no validation file", conflicts=VALID_FILE
     )

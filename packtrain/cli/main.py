@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -193,7 +194,10 @@ def _parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] |
         parser.print_help()
         return None
     if unknown_arguments:
-        options.parser.error(f"unexpected argument {unknown_arguments[0]}")
+        word, settings_class = unknown_arguments[0], settings_class_of(options.command)
+        names = [name for name in ("data", "prompt") if hasattr(settings_class, name)]
+        advice = f"; should it be --{names[0]} {shlex.quote(word)}?" if names else ""
+        options.parser.error(f"unexpected argument {word}{advice}")
     return options
 
 
@@ -356,9 +360,7 @@ def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentPars
         options: dict[str, Any] = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
         help_all = "show every option"
         subparser.add_argument("--help-all", action=_HelpAllAction, **options, help=help_all)
-        subparser.add_argument(
-            "--debug", action="store_true", help="show where an error was raised"
-        )
+        subparser.add_argument("--debug", action="store_true", help="show where an error arose")
         subparser.groups = add_flags(subparser, settings_class)
         subparser.usage = " ".join([subparser.prog, "[options]", *positionals(settings_class)])
     return parser

@@ -74,7 +74,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
             run_plan = finetuning.prepare(settings, print_message, runs=False)
         else:
             run_plan = training_run.prepare(settings, print_message, runs=False)
-    if run_plan.refusal is None:
+    if run_plan.plans.refusal is None:
         print("\n".join([str(run_plan), *run_plan.notes]))
         if num_ranks > 1:
             print(_rank_summary(run_plan, run_plan.shared(link_rate), num_ranks, settings.link))
@@ -90,8 +90,8 @@ def run(settings: PlanTrain | PlanTune) -> int:
         if path is not None:
             write_text(path, output_makers[name]())
             print_message(f"wrote {path}")
-    if run_plan.refusal is not None:
-        raise DoesNotFit(run_plan.refusal)
+    if run_plan.plans.refusal is not None:
+        raise DoesNotFit(run_plan.plans.refusal)
     return 0
 
 

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import io
 import os
+import re
 import stat
 import sys
 from _thread import start_new_thread
@@ -20,6 +21,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.mapped_file import page_budget
 from packtrain.common.text import did_you_mean
 
+HUB_DATASET = re.compile(r"(?:https?:/+huggingface\.co/datasets/)?([\w.-]+/[\w-]+)")
 Check = Callable[[Path], object]  # checks a complete file before its renaming; `bool` accepts all
 NUMBERS = count()  # of temporary files: if several threads write one file, the last rename wins
 SYNC_WRITE, SYNC_ALL = 2, 7  # SYNC_FILE_RANGE_…: start writing, without waiting; and wait for it
@@ -224,7 +226,12 @@ def require_existing(path: str | Path, field: str) -> Path:
     path = Path(path)
     if not path.exists():
         peers = os.listdir(path.parent) if path.parent.is_dir() else ()
-        raise InputError(f"{field}: {path} does not exist{did_you_mean(path.name, peers)}")
+        advice = did_you_mean(path.name, peers)
+        hub_match = HUB_DATASET.fullmatch(path.as_posix()) if field == "--data" else None
+        if hub_match and not peers:
+            command = f"hf download --repo-type dataset {hub_match[1]} --local-dir {path.name}"
+            advice = f"; if it is a data set on Hugging Face, download it first: {command}"
+        raise InputError(f"{field}: {path} does not exist{advice}")
     if not path.is_file() and not path.is_dir():
         raise InputError(f"{field}: {path} is not a regular file; save its contents to one first")
     if not os.access(path, os.R_OK):

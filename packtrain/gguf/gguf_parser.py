@@ -79,7 +79,8 @@ class GGUFPart:
     def _require_nbytes(self, size: int, title: str) -> None:
         left = self.nbytes - self.at
         if size > left:
-            raise self._error(f"{title} needs {size} bytes at {self.at}, the file has {left} left")
+            fact = f"{title} needs {size} bytes at {self.at}, the file has {left} left"
+            raise self._error(f"{fact}; download it again")
 
     def _read_count(self, title: str, min_nbytes: int) -> int:
         """Read how many things of at least `min_nbytes` bytes each follow, which must fit into the rest of the file."""

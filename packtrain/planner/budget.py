@@ -6,7 +6,7 @@ of floating-point additions, which is printed. It runs in a child process, so th
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from packtrain import kernels
@@ -14,7 +14,7 @@ from packtrain.common.child_process import run_in_child
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.engine.backends import HOST
 from packtrain.engine.memory_plan import size_text
-from packtrain.planner.choice_cache import with_saved_choice
+from packtrain.planner.choice_cache import choice_key, with_saved_choice
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.plan_search import find_fastest_shape, smallest, unlimited
 from packtrain.planner.plan_table import choice_texts, table_lines
@@ -34,6 +34,7 @@ CHILD_NBYTES = 28 << 20  # a searching child before it searches, without PyTorch
 SEARCH_NBYTES = 12 << 20  # added by a search that loads kernels
 SEARCH_BLOCK_NBYTES = 900_000  # added by a search for each block
 SEARCH_GROWTH_NBYTES = 1 << 19  # most bytes by which a search leaves this process larger
+smallest_shapes = dict[str, StepShape]()  # that this process has searched, by _shape_key
 MAX_SEARCHES = 3  # searches, each with lower limits, until the result fits the process
 
 
@@ -65,15 +66,18 @@ def _plan_before_loading(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
     """Return what search_plans returns, while no kernel is loaded. If the search itself would exceed the limit, plans
-    that recompute only what the user asked for, or what is nearly free, are made without a search, if they fit."""
+    that recompute only what the user asked for, or what is nearly free, are made without a search, if they fit; else
+    the smallest plans, if this process knows them, from a refusal that named their size or from minimum_budget."""
     if private_nbytes() + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
         return search_plans(shape, request, report)
-    plans = plan_in_process(unlimited(shape, request), request)
-    direct_nbytes = nbytes_with_margin(plans, HOST)
-    if direct_nbytes <= request.limits[HOST] and not device_refusal(plans, request.limits, ""):
-        return plans, ""
-    del plans
-    release_memory()
+    shapes = unlimited(shape, request), smallest_shapes.get(_shape_key(shape, request))
+    for shape_without_search in filter(None, shapes):
+        plans = plan_in_process(shape_without_search, request)
+        direct_nbytes = nbytes_with_margin(plans, HOST)
+        if direct_nbytes <= request.limits[HOST] and not device_refusal(plans, request.limits, ""):
+            return plans, ""
+        del plans
+        release_memory()
     plans, change = search_plans(shape, request, report)
     return replace(plans, search_nbytes=min(plans.search_nbytes, direct_nbytes)), change
 
@@ -113,6 +117,8 @@ def search_plans(
         plans = plan_in_process(answer.shape, request, search_nbytes)
         excess = {s: max(nbytes_with_margin(plans, s) - limit, 0) for s, limit in limits.items()}
         excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))
+        if not answer.is_within_limits:
+            smallest_shapes[_shape_key(shape, request)] = answer.shape
         if not answer.is_within_limits or not any(excess.values()):
             return plans, answer.suggested_change
         # reserve twice the excess: each search leaves the process a little larger
@@ -167,8 +173,13 @@ def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunctio
     """Search the plans of the fewest bytes and return the --memory, in bytes, that suffices for them."""
 
     run_search, _ = _place_search(shape, request)
-    plans = run_search(lambda: report("searching the smallest plan …"), smallest, shape, request)
-    return safe_budget(plan_in_process(plans, request))
+    announce = partial(report, "searching the smallest plan …")
+    smallest_shapes[_shape_key(shape, request)] = run_search(announce, smallest, shape, request)
+    return safe_budget(plan_in_process(smallest_shapes[_shape_key(shape, request)], request))
+
+
+def _shape_key(shape: StepShape, request: PlanRequest) -> str:
+    return choice_key(shape, replace(request, limits={}))
 
 
 def safe_budget(plans: TrainingPlans) -> int:

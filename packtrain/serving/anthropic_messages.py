@@ -113,9 +113,7 @@ def tool_fields(body: JsonBody) -> JsonObject:
         tool = JsonBody(value, f"tools[{index}]")
         if tool.text("type", "custom") != "custom":
             kind = tool.text("type")
-            raise InputError(
-                tool.fact("type", f"is {kind!r}; a tool here must have an input_schema")
-            )
+            raise InputError(tool.fact("type", f"is {kind!r}; a tool here needs an input_schema"))
         function: JsonObject = {"name": tool.text("name"), "description": tool.text("description")}
         if not tool.has("input_schema"):
             raise InputError(tool.fact("input_schema", "is required"))

@@ -90,9 +90,7 @@ class RunSettings:
     columns: str | None = DATA(None, options.COLUMNS, metavar="NAME=FIELD,…")
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", min_value=1)
-    grad_accumulation_steps: int = TRAINING(
-        1, "micro-batches per step", min_value=1, max_value=10**6
-    )
+    grad_accumulation_steps: int = TRAINING(1, "micro-batches a step", min_value=1, max_value=10**6)
     iters: int | None = TRAINING(
         None, "steps to train; 0: none (default: those of --epochs)", flags="--steps", min_value=0, max_value=10**12,
         resumable=True,
@@ -164,9 +162,7 @@ class RunSettings:
         False, "let --memory limit the pages of the base, too, as --resident does",
         requires={**MAPS_WEIGHTS, "memory": ""},
     )  # fmt: skip
-    measure_speed: bool = OUTPUT(
-        False, "measure the speed of this machine again, for time estimates"
-    )
+    measure_speed: bool = OUTPUT(False, "measure this machine's speed again, for time estimates")
     recompute: str = RESOURCES(
         "auto",
         "activation checkpointing: recompute no activations, those of every block, those of about sqrt(blocks)"
@@ -212,9 +208,7 @@ class RunSettings:
     log_json: bool = OUTPUT(
         False, "print each step and message as a line of JSON to standard output, too"
     )
-    save_every: int = OUTPUT(
-        100, "save a checkpoint every N steps; 0: only at the end", min_value=0
-    )
+    save_every: int = OUTPUT(100, "checkpoint every N steps; 0: only at the end", min_value=0)
     save_name: str = OUTPUT(
         "", "keep each checkpoint in the run folder, such as checkpoint-ITERATION.gguf, and the newest with LATEST",
         metavar="PATTERN",

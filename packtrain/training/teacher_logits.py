@@ -18,13 +18,7 @@ from packtrain.engine.executor import Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import make_plan, size_text
 from packtrain.engine.placement import place
-from packtrain.models import transformer
-from packtrain.models.distillation_loss import (
-    TEACHER_IDS,
-    TEACHER_PARTS,
-    DistillationLoss,
-    teacher_graphs,
-)
+from packtrain.models import distillation_loss, transformer
 from packtrain.models.model_file import ModelFile
 from packtrain.training import precomputed
 from packtrain.training.sample_batches import SampleBatches
@@ -38,15 +32,15 @@ class TeacherBatches(SampleBatches):
     """SampleBatches whose batches also have inputs for the loss of `models.distillation_loss`.
 
     teacher_ids    (rows, top + 1, time)  i32, the target, then the teacher's tokens
-    teacher_parts  (rows, top + 1, time)  f32, see DistillationLoss.row_weights
+    teacher_parts  (rows, top + 1, time)  f32, see distillation_loss.DistillationLoss.row_weights
 
     known_logits  (targets,)  records of the teacher's ids and logits; an id of -1: not computed yet
     mark          identifies the teacher and the number of its top tokens
     """
 
     def __init__(
-        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: DistillationLoss, teacher: ModelFile,
-        mark: str, **order: Any,
+        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: distillation_loss.DistillationLoss,
+        teacher: ModelFile, mark: str, **order: Any,
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, **order)
         self.loss_settings, self.teacher = loss_settings, teacher
@@ -88,7 +82,7 @@ class TeacherBatches(SampleBatches):
             records = self.known_logits[np.concatenate(spans)]
             ids[1:, positions] = records["ids"].T
             parts[:, positions] = self.loss_settings.row_weights(records["logits"]).T
-        return {**row, TEACHER_IDS: ids, TEACHER_PARTS: parts}
+        return {**row, distillation_loss.TEACHER_IDS: ids, distillation_loss.TEACHER_PARTS: parts}
 
 
 def unknown_records(count: int, num_top: int) -> np.ndarray:
@@ -109,7 +103,9 @@ class TeacherReader:
         w = transformer.weights(model.config, model.matrix_dtypes())
         self._session = Session(target.limits)
         self._session.share(model.stored())
-        outputs = teacher_graphs(model.config, w, time, CHUNK_TOKENS, *logit_sizes)
+        outputs = distillation_loss.teacher_graphs(
+            model.config, w, time, CHUNK_TOKENS, *logit_sizes
+        )
         placed = {name: place(Graph(named), target) for name, named in outputs.items()}
         plans = {name: make_plan(graph) for name, graph in placed.items()}
         needed = private_nbytes() + sum(plan.arena().nbytes for plan in plans.values())

@@ -42,9 +42,7 @@ class TrainSettings(RunSettings):
         None, "width of the feed-forward layers (default: the preset's)", min_value=1
     )
     norm_rms_eps: float = MODEL(1e-5, "epsilon of the RMS norms", min_value=1e-12, max_value=0.1)
-    rope_freq_base: float = MODEL(
-        10_000.0, "base of the RoPE frequencies", min_value=1, max_value=1e12
-    )
+    rope_freq_base: float = MODEL(10_000.0, "base of RoPE frequencies", min_value=1, max_value=1e12)
     rope_freq_scale: float = MODEL(
         1.0, "factor of the RoPE frequencies: 0.5 halves them (linear scaling)", min_value=1e-4, max_value=1,
     )  # fmt: skip

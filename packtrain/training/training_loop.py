@@ -195,7 +195,5 @@ def stop_reason(settings: RunSettings, progress: TrainingProgress) -> str | None
         steps_text = plural(s.max_no_improvement, "step")
         return f"no better training loss than {progress.lowest:.4f} in {steps_text}"
     if s.grad_tol and progress.norm <= s.grad_tol:
-        return (
-            f"the norm of the gradients is {progress.norm:.3g}, at most --grad-tol {s.grad_tol:g}"
-        )
+        return f"the gradient norm is {progress.norm:.3g}, at most --grad-tol {s.grad_tol:g}"
     return None

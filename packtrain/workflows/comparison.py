@@ -77,9 +77,7 @@ class CompareSettings:
     skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     show: int = option(3, "answers to print side by side", min_value=0)
-    json: Path | None = option(
-        None, "write figures and answers as JSON to this file", metavar="FILE"
-    )
+    json: Path | None = option(None, "write figures and answers as JSON", metavar="FILE")
     html: Path | None = option(None, "write all answers as a page", metavar="FILE")
 
 

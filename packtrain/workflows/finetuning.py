@@ -37,7 +37,7 @@ def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
 def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -> PlannedRun:
     """Plan a run, see `plan_run`, and its merge; `runs`: whether the run will be executed. Raises InputError."""
     run_plan = plan_run("finetune", settings, build_job, report, runs)
-    if run_plan.refusal is not None:
+    if run_plan.plans.refusal is not None:
         return run_plan
     return replace(run_plan, notes=tuple(note(run_plan)), files=tuple(merge_files(run_plan.job)))
 

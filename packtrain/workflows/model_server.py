@@ -56,16 +56,12 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     )  # fmt: skip
     tags: str | None = option(None, "tags of the model for clients, with commas between them")
     api_key: tuple[str, ...] = option((), "requests need this key; repeatable", metavar="KEY")
-    api_key_file: Path | None = option(
-        None, "requests need one of the keys in this file, one a line"
-    )
+    api_key_file: Path | None = option(None, "requests need a key of this file, one a line")
     ctx: int | None = MODEL(
         None, f"tokens that fit, of all slots together (default: the model's own, up to {CONTEXT:,})",
         flags="-c --ctx-size", min_value=1,
     )  # fmt: skip
-    parallel: int = option(
-        4, "slots: answers written at once", flags="-np", min_value=1, max_value=63
-    )
+    parallel: int = option(4, "slots: answers at once", flags="-np", min_value=1, max_value=63)
     kv_unified: bool = option(
         True, "slots share all of the context, instead of each having a part", flags="-kvu"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
-from packtrain.common.errors import InputError
+from packtrain.common.errors import InputError, with_keywords
 from packtrain.common.mapped_file import limited_pages
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.common.option_rules import check_rules, refuse_changed
@@ -110,8 +110,8 @@ class PlannedRun:
 
     @property
     def refusal(self) -> str | None:
-        """Why the plans, the smallest possible ones, do not fit; None if they fit."""
-        return self.plans.refusal
+        """Why the plans, the smallest possible ones, do not fit, with keywords; None if they fit."""
+        return self.plans.refusal and with_keywords(self.plans.refusal)
 
     @property
     def planned_nbytes(self) -> int:

@@ -111,8 +111,8 @@ def _execute_plan(
 
 def _start_run(run_plan: PlannedRun, events: Events) -> None:
     """Report the plan, or raise the error that keeps the run from starting: it does not fit, or cannot resume."""
-    if run_plan.refusal is not None:
-        raise DoesNotFit(run_plan.refusal)
+    if run_plan.plans.refusal is not None:
+        raise DoesNotFit(run_plan.plans.refusal)
     events.plan(run_plan)
     planned_nbytes, available_nbytes = run_plan.planned_nbytes, total_nbytes()
     if planned_nbytes > available_nbytes:
@@ -320,8 +320,8 @@ def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool =
 
 def check_ranks_agree(run_plan: PlannedRun) -> None:
     """Raise InputError, which names a rank that differs from rank 0; DoesNotFit if a plan does not fit a rank."""
-    facts_by_rank = current_world().gather((run_plan.refusal, _rank_facts(run_plan)))
-    if run_plan.refusal is None:  # otherwise it is reported later, as in one process
+    facts_by_rank = current_world().gather((run_plan.plans.refusal, _rank_facts(run_plan)))
+    if run_plan.plans.refusal is None:  # otherwise it is reported later, as in one process
         for rank, (refusal, _) in enumerate(facts_by_rank):
             if refusal is not None:
                 raise DoesNotFit(f"on rank {rank} {refusal}")

@@ -21,9 +21,7 @@ class Muon8bit(Muon):
     """Muon with blockwise quantized momentum. arXiv 2509.23106."""
 
     name: ClassVar[str] = "muon8bit"
-    note: ClassVar[str] = (
-        "keeps Muon's momentum in 8 bits, an eighth of the bytes of AdamW's moments"
-    )
+    note: ClassVar[str] = "keeps Muon's momentum in 8 bits, an eighth of AdamW's moments"
     for_others: ClassVar[type[AdamW]] = AdamW8bit
 
     def momentum_of(self, w: Tensor) -> Tensors:

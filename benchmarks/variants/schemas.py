@@ -115,7 +115,7 @@ def schema(rng: random.Random, depth: int, refs: list[str]) -> Schema:
     return base_schema | {kind: parts}
 
 
-def parts_of(root: Schema, one: Schema, depth: int = 4) -> list[dict[str, Any]]:
+def parts_of(root: Schema, one: Schema, depth: int = 8) -> list[dict[str, Any]]:
     """A schema and what it merges."""
     if not isinstance(one, dict) or depth == 0:
         return []

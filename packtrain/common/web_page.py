@@ -10,6 +10,11 @@ def asset_text(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
+def common_style() -> str:
+    """Return the CSS that the pages of plans and of runs share."""
+    return asset_text(__package__, "web_page.css")
+
+
 def content_hash(text: str) -> str:
     """Return the hash by which a Content-Security-Policy allows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,14 +1,14 @@
 """Shows a plan as one interactive HTML page, which loads nothing and allows only its own script.
 
-page.html has the frame and styles, page.js draws and handles events. Tables are written here, so that they work
-without the script."""
+page.html has the frame, common/web_page.css the shared style, page.js draws and handles events. Tables are
+written here, so that they work without the script."""
 
 import json
 from html import escape
 from typing import Any, Unpack
 
 from packtrain.common.text import plural
-from packtrain.common.web_page import asset_text, content_hash, script_safe
+from packtrain.common.web_page import asset_text, common_style, content_hash, script_safe
 from packtrain.engine.memory_plan import Buffer, Plan, size_text
 from packtrain.planner.plan_view import scene as scenes
 from packtrain.planner.plan_view.scene import COLORS, PlanScene, printable_text
@@ -24,7 +24,7 @@ def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
         "title": escape(scene.heading), "summary": escape(scene.summary), "reading": scenes.READING_HINT,
         "seal": content_hash(script), "legend": _legend(scene), "owners": _peak_buffer_rows(scene),
         "bytes": _byte_rows(scene), "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
-        "script": script,
+        "script": script, "style": common_style(),
     }  # fmt: skip
     page_text = asset_text(__package__, "page.html")
     # no part can contain another's placeholder: names and titles are escaped, and the script has none

@@ -1,7 +1,7 @@
 """The page of one run or of several, as HTML that loads nothing and allows only its own script and styles.
 
-page.html has the frame and styles, page.js draws. A live page asks the server that it came from for data; a still one
-has the data in it."""
+page.html has the frame, page.css the style, page.js draws. A live page asks the server that it came from for data; a
+still one has the data in it."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from functools import cache, partial
 from html import escape
 from typing import Any
 
-from packtrain.common.web_page import asset_text, content_hash, script_safe
+from packtrain.common.web_page import asset_text, common_style, content_hash, script_safe
 
 _asset = partial(asset_text, __package__)
 
@@ -28,7 +28,7 @@ def page_with_data(data: Mapping[str, Any]) -> str:
 
 def scriptless_page(title: str, body: str, style_asset: str) -> str:
     """Return HTML without scripts in the runs page's style; `body` is HTML, `style_asset` names one more style file."""
-    style = _asset("page.css") + _asset(style_asset)
+    style = _style() + _asset(style_asset)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{content_hash(style)}'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -39,8 +39,12 @@ def scriptless_page(title: str, body: str, style_asset: str) -> str:
     )
 
 
+def _style() -> str:
+    return common_style() + _asset("page.css")
+
+
 def _fill_page(data: str, extra_policy: str) -> tuple[str, str]:
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = _style(), _asset("page.js")
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{content_hash(style)}';"
         f" script-src '{content_hash(script)}'"

@@ -109,7 +109,7 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
     settings.output.rename(done := settings.output.with_name("done.gguf"))
     settings.output.write_bytes(b"before")
     for change, said in (
-        ({"model": done}, "done.gguf has its matrices in these types already"),
+        ({"model": done}, "done.gguf has matrices in these types already"),
         ({"memory": "1MiB"}, "--memory: 1MiB is too small to quantize with --calibrate"),
         (
             {"type": "F16"},

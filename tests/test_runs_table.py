@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.common.files import file_lock
+from packtrain.training.monitoring import RUN_LOCK
 from packtrain.training.monitoring.history import QUIET_MERGE, QUIET_SECONDS, RunHistory
 from packtrain.training.monitoring.run_folders import comparison_rows, lines
 
@@ -40,6 +42,18 @@ def make_history(
 )
 def test_the_state_of_a_run(records, age, merge, state, tmp_path: Path) -> None:
     assert make_history(tmp_path / "a.run", *records, age=age, merge=merge).state() == state
+
+
+def test_a_lock_tells_whether_a_run_is_alive(tmp_path: Path) -> None:
+    """A stopped run is not running, however young its last record, and a slow one is, however old."""
+    end = {"step": 3, "event": "end"}
+    for name, age, record, dead_state in (
+        ("slow", 2 * QUIET_MERGE, STEP, "stopped"), ("young", 0.0, STEP, "stopped"), ("merge", 0.0, end, "unmerged"),
+    ):  # fmt: skip
+        history = make_history(tmp_path / f"{name}.run", STEP, record, age=age, merge=True)
+        with file_lock(history.folder / RUN_LOCK, "the run"):
+            assert history.state() == "running"
+        assert history.state() == dead_state
 
 
 def test_a_run_is_done_once_its_merge_has_ended(tmp_path: Path) -> None:

@@ -21,9 +21,7 @@ def run(settings: EvaluateSettings) -> int:
             print(line if len(result.divergences) == 1 else f"{name}: {line}")
     print(result.method)
     if not result.same and not result.choices:
-        print(
-            "these models tokenize the data differently: their losses and perplexities cannot be compared"
-        )
+        print("these models tokenize the data differently: losses and perplexities do not compare")
     return 0
 
 

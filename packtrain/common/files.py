@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import sys
+import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -253,10 +254,25 @@ def read_text(path: Path, field: str) -> str:
 def file_lock(path: Path, description: str) -> Iterator[None]:
     """Lock `path` against other processes while the block runs. Raises InputError if another process holds it."""
     with open(path, "wb") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        if fcntl is not None and not _try_lock(file, fcntl.LOCK_EX):
+            time.sleep(0.05)  # is_locked holds a lock for microseconds
+            if not _try_lock(file, fcntl.LOCK_EX):
                 fact = f"{description} is in use by another process; wait for it, or end it"
-                raise InputError(fact) from None
+                raise InputError(fact)
         yield
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process holds `file_lock` on `path`; None if that cannot be known."""
+    if fcntl is None or not path.exists():
+        return None
+    with open(path, "rb") as file:
+        return not _try_lock(file, fcntl.LOCK_SH)
+
+
+def _try_lock(file: BinaryIO, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

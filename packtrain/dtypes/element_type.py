@@ -134,9 +134,7 @@ class Dtype:
     dot = _role(
         "dot", "(x, w, n): dot product of n f32 at x and n packed at w; n is whole blocks and 32s."
     )
-    scales = _role(
-        "scales", "(w): scales of a chunk of codes; without code_offset the offsets follow."
-    )
+    scales = _role("scales", "(w): a chunk's scales; without code_offset the offsets follow.")
     pack = _role(
         "pack", "(y, x): packs finite f32 at x to a block at y; zeros if a scale is below f16."
     )

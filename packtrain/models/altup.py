@@ -87,6 +87,6 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _project_stream(config: Config, w: Weights, name: str, matrix_index: int, x: Tensor) -> Tensor:
-    """Compute x @ W.T of x (..., C), for W = weight `name`[matrix_index], which is (S - 1, C, C) and lacks stream 0."""
+    """Compute x @ W.T of x (..., C); W: matrix `matrix_index` of weight `name` (S - 1, C, C), for stream 1 + index."""
     matrix = ops.narrow(w[f"{name}.weight"], axis=0, start=matrix_index, length=1)
     return matmul_weight(config, x, ops.reshape(matrix, shape=matrix.shape[1:]))

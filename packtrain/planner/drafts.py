@@ -245,7 +245,7 @@ class DraftEstimator:
         return self._graphs[cache_key][shape.chunk]
 
     def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
-        """Build a graph; the last graph of three blocks is cached, because chains and estimates both need it."""
+        """Build graph `name` of a step; the last one of SAMPLED blocks is cached: chains and estimates both need it."""
         config, cache_key = shape.config, (name, _cache_key_shape(name, shape))
         # the last graph is large, and garbage only as a whole: collect it before the next one is built
         if shape.keep is not None or config.block_count != SAMPLED or name != block_graph(shape):

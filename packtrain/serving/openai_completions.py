@@ -127,7 +127,7 @@ class TextCompletionFormat:
         }  # fmt: skip
 
     def _text_offset(self, number: int, name: str, token: JsonObject) -> int:
-        """Return the offset in the text of answer `number` at which the next token, with text `name`, begins."""
+        """Add a token (text `name`) to the length of answer `number`, and return where it begins; call once a token."""
         before = self._text_lengths[number]
         self._text_lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         is_text = not name.startswith(BYTES_PREFIX)

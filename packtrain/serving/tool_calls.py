@@ -1,4 +1,4 @@
-"""Tools that an answer may call, the grammar of calls, and the calls in a text."""
+"""Tools that an answer may call and the grammar of calls; tool_call_styles parses calls from a text."""
 
 import json
 import uuid

@@ -99,7 +99,7 @@ def previous_path(path: Path) -> Path:
 def save(
     path: Path, progress: TrainingProgress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Write arrays, progress and `about` to a checkpoint, synced; the old one becomes the previous. Raises OSError."""
+    """Write a checkpoint, which write_gguf syncs and renames; the old one becomes the previous. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),

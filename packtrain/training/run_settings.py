@@ -108,9 +108,7 @@ class RunSettings:
         None, "lowest learning rate of the decay (default: a tenth of --lr; halving: 0)", min_value=0,
         conflicts={"lr_scheduler=constant": "with a constant rate"},
     )  # fmt: skip
-    lr_scheduler: str = UPDATE(
-        "cosine", "decay of the learning rate after warm-up", choices=LR_SCHEDULES
-    )
+    lr_scheduler: str = UPDATE("cosine", "learning-rate decay after warm-up", choices=LR_SCHEDULES)
     lr_cycles: int = UPDATE(
         1, "decay cycles in the run; each starts at --lr", min_value=1, max_value=100,
         requires="lr_scheduler=cosine|linear",
@@ -201,13 +199,9 @@ class RunSettings:
     grad_tol: float = STOPPING(
         0.0, "end at a step whose gradients' norm is at most this; 0: off", min_value=0
     )
-    steps_per_report: int = OUTPUT(
-        10, "print a line every N steps if there is no terminal", min_value=1
-    )
+    steps_per_report: int = OUTPUT(10, "print a line every N steps without a terminal", min_value=1)
     quiet: bool = OUTPUT(False, "print only errors, and how to go on after Ctrl-C")
-    log_json: bool = OUTPUT(
-        False, "print each step and message as a line of JSON to standard output, too"
-    )
+    log_json: bool = OUTPUT(False, "print steps and messages as JSON lines to standard output, too")
     save_every: int = OUTPUT(100, "checkpoint every N steps; 0: only at the end", min_value=0)
     save_name: str = OUTPUT(
         "", "keep each checkpoint in the run folder, such as checkpoint-ITERATION.gguf, and the newest with LATEST",
@@ -217,9 +211,7 @@ class RunSettings:
         "", "the same for the model, or the adapter alone, at each checkpoint: model-ITERATION.gguf",
         metavar="PATTERN", conflicts={"full": "whose checkpoints hold the weights"},
     )  # fmt: skip
-    sample_every: int = OUTPUT(
-        0, "print a sample of the model's text every N steps; 0: never", min_value=0
-    )
+    sample_every: int = OUTPUT(0, "print a text of the model every N steps; 0: never", min_value=0)
     sample_prompt: str = OUTPUT("", "prompt of these samples", requires="sample_every")
     tensorboard: bool = OUTPUT(True, "write TensorBoard events")
     watch: str | None = OUTPUT(

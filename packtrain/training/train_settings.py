@@ -38,17 +38,13 @@ class TrainSettings(RunSettings):
     kv_heads: int | None = MODEL(
         None, "key and value heads (default: the preset's, or --heads)", min_value=1
     )
-    ffn: int | None = MODEL(
-        None, "width of the feed-forward layers (default: the preset's)", min_value=1
-    )
+    ffn: int | None = MODEL(None, "feed-forward width (default: the preset's)", min_value=1)
     norm_rms_eps: float = MODEL(1e-5, "epsilon of the RMS norms", min_value=1e-12, max_value=0.1)
     rope_freq_base: float = MODEL(10_000.0, "base of RoPE frequencies", min_value=1, max_value=1e12)
     rope_freq_scale: float = MODEL(
         1.0, "factor of the RoPE frequencies: 0.5 halves them (linear scaling)", min_value=1e-4, max_value=1,
     )  # fmt: skip
-    vocab: Path | None = SOURCE(
-        None, "use the vocabulary of this GGUF file instead of training a new one"
-    )
+    vocab: Path | None = SOURCE(None, "take this GGUF file's vocabulary instead of training one")
     vocab_size: str = SOURCE(
         "auto", "tokens of the new vocabulary; auto: the preset's, fewer for a small text", metavar="N",
         conflicts={**OWN_SIZES, "vocab": "which has its own size"},

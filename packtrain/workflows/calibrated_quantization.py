@@ -22,9 +22,7 @@ from packtrain.workflows.quantization import QuantizeSettings, line
 
 TOKENS = 1 << 14  # most tokens that are read to calibrate
 NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
-ALREADY = (
-    "has its matrices in these types already, and they would be copied; give its F32 or F16 file"
-)
+ALREADY = "has matrices in these types already, which would be copied; give its F32 or F16 file"
 
 
 def calibrated_types(tensor_types: Mapping[str, Dtype], model: ModelFile) -> dict[str, Dtype]:

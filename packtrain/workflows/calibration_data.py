@@ -69,8 +69,8 @@ Reading = TypeVar("Reading", bound=_SizedReading)
 def fitting_reading(
     memory: str | None, readings: Iterable[Reading], work: str, flag_name: str = "--memory"
 ) -> Reading:
-    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits --memory. Raises
-    DoesNotFit, naming what would do to `work` (a verb with its object), with flag `flag_name`."""
+    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits `memory`; None: no
+    limit. Raises DoesNotFit with flag `flag_name` and the least that suffices to `work`, such as "read the data"."""
     release_memory()
     used_nbytes, needed_nbytes = private_nbytes(), 0
     for reading in readings:

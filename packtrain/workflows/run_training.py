@@ -30,7 +30,7 @@ from packtrain.planner.plan_view import page_html
 from packtrain.planner.training_plans import TrainingPlans
 from packtrain.training.checkpoints import TrainingProgress, previous_path
 from packtrain.training.disk_space import check_space, resumable
-from packtrain.training.monitoring import RunMonitor
+from packtrain.training.monitoring import RUN_LOCK, RunMonitor
 from packtrain.training.monitoring.progress import memory_text
 from packtrain.training.reference_logprobs import compute_reference_logps
 from packtrain.training.replay_texts import write_texts
@@ -90,7 +90,10 @@ def _execute_plan(
         return train()
     folder, resume, window = run_plan.job.settings.folder, run_plan.resume, run_plan.plans.window
     folder.mkdir(exist_ok=True)
-    with file_lock(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
+    with (
+        file_lock(folder / RUN_LOCK, f"--output: {folder}"),
+        resumable(folder / CHECKPOINT, resume),
+    ):
         with limited_pages(window.nbytes if window else None):
             result = train()
         if result.stopped:
@@ -319,7 +322,7 @@ def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool =
 
 
 def check_ranks_agree(run_plan: PlannedRun) -> None:
-    """Raise InputError, which names a rank that differs from rank 0; DoesNotFit if a plan does not fit a rank."""
+    """On every rank: InputError if settings, data or checkpoint differ from rank 0's; DoesNotFit if a plan does not."""
     facts_by_rank = current_world().gather((run_plan.plans.refusal, _rank_facts(run_plan)))
     if run_plan.plans.refusal is None:  # otherwise it is reported later, as in one process
         for rank, (refusal, _) in enumerate(facts_by_rank):

@@ -69,9 +69,7 @@ class ChooseSettings:
     )  # fmt: skip
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
-    svg: Path | None = option(
-        None, "draw the sizes of the files against what they keep", metavar="FILE"
-    )
+    svg: Path | None = option(None, "draw the files' sizes against what they keep", metavar="FILE")
     overwrite: bool = option(False, "replace the output if it exists")
 
 

@@ -234,7 +234,7 @@ def _read_byte_steps(
 
 
 def _split_pattern(path: Path, step: Step) -> str:
-    """Return the pattern by which a step splits texts; empty if the step does not split."""
+    """Return the regex by which a pre-tokenizer step of file `path` splits, "" for none, else its type. InputError."""
     step_kind = step["type"]
     if step_kind == "ByteLevel":
         return GPT_2_STEP if step.get("use_regex", True) is not False else ""

@@ -103,7 +103,7 @@ def _check_has_trained_turn(location: str, turns: list[Message]) -> None:
 
 
 def parse_if_json(value: Any, at: str) -> Any:
-    """Parse a value that is JSON text, as in a table cell; return others as they are."""
+    """Parse a text as JSON, as in a table's cell `at`; blank texts and other values stay. InputError if it is none."""
     return _json(value, at, '[{"role": …}]') if isinstance(value, str) and value.strip() else value
 
 

@@ -46,7 +46,7 @@ def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any
 
 
 def _json_lines(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
-    """Yield (place in words, value) of each line of JSON; errors quote `example`, a good record."""
+    """Yield (place in words, value) of each line of the JSON Lines file that `report` is of; errors quote `example`."""
     path = report.path
     with text_streams.open_decompressed(path) as file:
         for line_number, line in enumerate(

@@ -99,7 +99,7 @@ def largest_room_nbytes(traces: Iterable[Trace]) -> int:
 
 
 def pool_nbytes(traces: tuple[Trace, ...]) -> int:
-    """Return the bytes that the allocator reserves for calls with these traces, however often they are repeated."""
+    """Return the bytes that the allocator reserves for calls, however often repeated; trace: allocations, releases."""
     allocator, previous_reserved = CachingAllocator(), -1
     for nbytes in WORKSPACES:
         allocator.allocate(nbytes)

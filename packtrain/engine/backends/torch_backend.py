@@ -35,7 +35,7 @@ DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if 
 
 
 def kernel_of(op: AnyOp, convert: Any, name: str = NAME) -> Kernel | None:
-    """Return the op's PyTorch kernel `name`, or None; its first call converts arrays to tensors by `convert`."""
+    """Return the op's PyTorch kernel `name`, or None: it makes arrays tensors, runs, and returns how to rerun it."""
     kernel = op.kernels.get(name)
     return kernel and Kernel(_call_on_tensors(kernel.run, convert), kernel.strided)
 

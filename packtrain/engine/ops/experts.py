@@ -235,9 +235,7 @@ def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = 
     y        (..., C)  f32
     """
     is_valid = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
-    fact = (
-        f"x is {x.spec} and ids is {ids.spec}; f32[N, C] and i32[..., k] of N elements are needed"
-    )
+    fact = f"x is {x.spec}, ids {ids.spec}; f32[N, C] and i32[..., k] of N elements are needed"
     require(is_valid and x.dtype == f32 and ids.dtype == i32, fact)
     Spec(ids.shape).require(weights=weights)
     return Spec((*ids.shape[:-1], x.shape[1])).require(acc=acc)

@@ -156,9 +156,7 @@ def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     fact = f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32, f16 or q8_0, x f32"
     require(leaf.dtype in (f32, f16, Q8_0) and x.dtype == f32, fact)
     is_valid = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
-    fact = (
-        f"x is {x.spec} with ids {ids.spec}; it must be {ids.shape + leaf.shape[1:]} with i32 ids"
-    )
+    fact = f"x is {x.spec}, ids {ids.spec}; it must be {ids.shape + leaf.shape[1:]} with i32 ids"
     require(is_valid, fact)
     return (leaf.spec,)
 

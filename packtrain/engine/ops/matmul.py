@@ -298,9 +298,7 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     message = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
     arrays.demand("outer", is_valid, message, a, b)
     is_supported = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
-    arrays.demand(
-        "outer", is_supported, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b
-    )
+    arrays.demand("outer", is_supported, f"a is {a.spec}, b is {b.spec}; matrices are needed", a, b)
     if a.dtype != f32:
         return transpose(matmul_back(transpose(b), a))
     return matmul(transpose(a), transpose(b))

@@ -45,7 +45,7 @@ class PlacedTokens:
     state_source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
-        """Return whether a run ended inside a prompt of `seq`: several of its tokens, the last not in `rows`."""
+        """Return whether a run with recurrent states ended inside a prompt of `seq`; `rows`: tokens with logits."""
         if not self.state_source.size:
             return False
         seq_tokens = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))

@@ -277,5 +277,5 @@ class StateCheckpoints:
         return max(candidates, key=lambda candidate: candidate[0], default=None)
 
     def drop_after(self, seq: int, since: int) -> None:
-        """Drop checkpoints of a sequence after position `since`, from which on the sequence changes."""
+        """Drop states saved of a sequence above position `since`, from which on it changes; one at `since` stays."""
         self.saved_states = [s for s in self.saved_states if s[0] != seq or s[1] <= since]

@@ -113,7 +113,7 @@ def nanoseconds(thread_slot):
 
 @njit(void(i64, i64), **INLINE_OPTIONS)
 def run_tasks(first_thread, num_threads):
-    """Run the tasks left to thread `first_thread` of num_threads, then those that other threads have not begun."""
+    """Run the open region's tasks left to thread `first_thread`, this one, then those that others have not begun."""
     for thread_step in range(num_threads):
         thread_slot = THREAD_WORDS + (first_thread + thread_step) % num_threads * SIZE
         while load_word(thread_slot + NEXT) < load_word(thread_slot + END):

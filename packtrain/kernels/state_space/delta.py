@@ -257,7 +257,7 @@ def delta_rule_back(
     "out2, out4, in2, in2, in2, ints1, ints1, ints1, i64, i64, f32", lambda states: states.shape[1]
 )
 def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps, h):
-    """Run delta_rule for tokens of several sequences in turn, from cells to cells; arguments: see scan.scan_cells."""
+    """Run head h of delta_rule (G, tiled, eps) for tokens of several sequences in turn; cells: see scan.scan_cells."""
     _, H, p, n = states.shape
     group = group_of_head(h, H, G, tiled)
     load_states(states, sources, targets, h)

@@ -15,7 +15,7 @@ from packtrain.planner.plan_view import page_html
 from packtrain.training import checkpoints
 from packtrain.training.generic.fit_result import Result
 from packtrain.training.generic.trainer import Trainer
-from packtrain.training.monitoring import RunMonitor
+from packtrain.training.monitoring import RUN_LOCK, RunMonitor
 from packtrain.training.training_loop import CHECKPOINT
 
 
@@ -48,7 +48,7 @@ class FitRecorder:
             fact = f"a checkpoint cannot hold {long_names[0]}: more than {NAME_NBYTES - 1} bytes"
             raise InputError(fact)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.exit_stack.enter_context(file_lock(self.folder / "lock", f"folder: {self.folder}"))
+        self.exit_stack.enter_context(file_lock(self.folder / RUN_LOCK, f"folder: {self.folder}"))
         path = self.folder / CHECKPOINT
         if path.exists() and not self.resume:
             raise InputError(f"{self.folder} has a run already; resume=True continues it")

@@ -15,9 +15,10 @@ from packtrain.training.monitoring.curve import LossCurve
 from packtrain.training.monitoring.metrics_file import MetricsFile, iter_records
 from packtrain.training.monitoring.tensorboard_events import EventFile
 
-__all__ = ["CURVE_FILE", "METRICS_FILE", "SAMPLES_FILE", "RunMonitor"]
+__all__ = ["CURVE_FILE", "METRICS_FILE", "RUN_LOCK", "SAMPLES_FILE", "RunMonitor"]
 
 METRICS_FILE, CURVE_FILE, SAMPLES_FILE = "metrics.jsonl", "loss.svg", "samples.jsonl"
+RUN_LOCK = "lock"  # in the run folder, locked while the run is alive
 
 
 class RunMonitor:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from packtrain.common.files import is_locked
 from packtrain.common.options import yaml
-from packtrain.training.monitoring import METRICS_FILE, SAMPLES_FILE
+from packtrain.training.monitoring import METRICS_FILE, RUN_LOCK, SAMPLES_FILE
 from packtrain.training.monitoring.metrics_file import parse_record
 
 MAX_ROWS = 1000  # even, because they are joined in pairs
@@ -243,18 +244,19 @@ class RunHistory:
         return max(modified(self.folder / name) for name in (METRICS_FILE, SETTINGS, ABOUT)) / 1e9
 
     def state(self) -> str:
-        """Return running, done, unmerged, failed or stopped, as far as the files tell."""
-        quiet_seconds = time.time() - self.changed_at
-        if self.end_record is not None:
-            # after its last step, finetune merges, and then writes the Modelfile
-            started_at, merged_at = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
-            if "merge" not in self.settings or merged_at >= started_at:
-                return "done"
-            return "unmerged" if quiet_seconds > QUIET_MERGE else "running"
-        if not math.isfinite(self.now.get("loss", 0.0)):
-            return "failed"
+        """Return running, done, unmerged, failed or stopped: by the run's lock, else by the last record's age."""
         each = self.now.get("seconds", 0.0) / max(self.step, 1)
-        return "running" if quiet_seconds < max(QUIET_SECONDS, QUIET_STEPS * each) else "stopped"
+        has_ended, is_running = self.end_record is not None, is_locked(self.folder / RUN_LOCK)
+        if is_running is None:
+            max_age = QUIET_MERGE if has_ended else max(QUIET_SECONDS, QUIET_STEPS * each)
+            is_running = time.time() - self.changed_at < max_age
+        # after its last step, finetune merges, and then writes the Modelfile
+        started_at, merged_at = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
+        if has_ended and ("merge" not in self.settings or merged_at >= started_at):
+            return "done"
+        if not has_ended and not math.isfinite(self.now.get("loss", 0.0)):
+            return "failed"
+        return "running" if is_running else "unmerged" if has_ended else "stopped"
 
     def table_row(self) -> dict[str, Any]:
         """Return the run's row in the table of runs: plain data, None where unknown."""

@@ -34,8 +34,7 @@ class Corpus:
 def prepare_corpus(
     text: documents.CorpusRecipe, cache: Path, report: ReportProgress, memory: str | None = None
 ) -> Corpus:
-    """Return the tokens of the documents that recipe `text` names, cached in `cache/<fingerprint>/`. InputError, and as
-    `build_folder`."""
+    """Return the tokens of documents of recipe `text`, cached in `cache/<fingerprint>/`. Raises as `build_folder`."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
     sources = documents.find_sources(text.data)

@@ -13,6 +13,7 @@ from packtrain.dtypes import i32, i64
 from packtrain.engine import ops
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
+from packtrain.planner.checkpointing import saved_values
 from tests.models import (
     CONFIG,
     bind_graph,
@@ -207,3 +208,11 @@ def test_a_higher_rank_is_less_memory_and_more_work():
     assert step_phases(nested).count("recomputed") > 1.2 * step_phases(flat).count("recomputed")
     arenas = [make_plan(place(graph)).arena().nbytes for graph in (nested, flat)]
     assert arenas[0] < arenas[1]
+
+
+def test_a_block_that_lacks_an_op_is_matched_by_ops():
+    """The input of the op that it lacks stands for that op's value, whatever follows."""
+    x = pt.input("x", (4,))
+    template = [first := ops.silu(x), second := ops.neg(first), ops.exp(second)]
+    block = [gate := ops.silu(x), ops.exp(gate)]
+    assert saved_values._match_values(block, template) == [gate, gate, block[1]]

@@ -119,7 +119,7 @@ def _match_values(inner_tensors: list[Tensor], template: list[Tensor]) -> list[T
 def _is_alike(tensor: Tensor, peer: Tensor) -> bool:
     """Whether values of two blocks match by op, name within the block and number of axes: widths may differ."""
     tensor_key, peer_key = (
-        (type(_producer(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (tensor, peer)
+        (_producer(t).op.name, (t.name or "").split(".")[2:], len(t.shape)) for t in (tensor, peer)
     )
     return tensor_key == peer_key
 

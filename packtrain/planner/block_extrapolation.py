@@ -35,7 +35,7 @@ def with_num_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     """Return the shape with a model of `below + count` blocks, of which the backward pass reaches the last `count`. If
     blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
     mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts alternate
-    with others, all have experts. If blocks share earlier ones' keys and values, two below have their own."""
+    with others, all have experts. If reached blocks only share keys and values, two unreached blocks compute them."""
     config, base = shape.config, shape.base
     first = 0 if base is None else num_unreached(config, base)
     shares_kv = 0 < config.own_kv <= first

@@ -41,8 +41,8 @@ MAX_SEARCHES = 3  # searches, each with lower limits, until the result fits the 
 def plan_within_limits(
     shape: StepShape, request: PlanRequest, report: ReportFunction = print
 ) -> TrainingPlans:
-    """Return the plans of the fastest step within `request.limits`; if none fits, the smallest plans with a refusal.
-    The search runs before kernels are loaded, while this process is small."""
+    """Return the plans of the fastest step within `request.limits`; if none fits, the smallest plans with a `refusal`.
+    The search runs before kernels are loaded, while this process is small; `report` gets its messages."""
     if not request.limits:
         request.kernels.load()
         return plan_in_process(with_saved_choice(shape, request, unlimited), request)
@@ -65,9 +65,9 @@ def plan_within_limits(
 def _plan_before_loading(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
-    """Return what search_plans returns, while no kernel is loaded. If the search itself would exceed the limit, plans
-    that recompute only what the user asked for, or what is nearly free, are made without a search, if they fit; else
-    the smallest plans, if this process knows them, from a refusal that named their size or from minimum_budget."""
+    """Return plans and advice like search_plans, while no kernel is loaded. If the search itself would exceed the limit
+    of this process, first try two plans that need no search: the one that recomputes only what is requested or nearly
+    free, and the smallest one, if this process found it before. If neither fits, search all the same."""
     if private_nbytes() + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
         return search_plans(shape, request, report)
     shapes = unlimited(shape, request), smallest_shapes.get(_shape_key(shape, request))
@@ -95,7 +95,7 @@ def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
     """Search the fastest plans within the limits; return them and "". If none fit, return the smallest plans and
-    advice: the first change of settings that would fit, such as a shorter context."""
+    advice: the first change of settings that would fit; "" if each search's answer, once planned, exceeds a limit."""
     limits = dict(request.limits)
     if HOST in limits:
         limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
@@ -150,7 +150,7 @@ def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
 
 
 def plan_in_process(shape: StepShape, request: PlanRequest, search_peak: int = 0) -> TrainingPlans:
-    """Make plans here; if packing loads some kernels, load all. `search_peak`: most bytes during the search."""
+    """Make plans here, without a search; if packing loads a kernel, load all. `search_peak`: see with_baseline."""
     plans = request.make_plans(shape)
     if any(map(kernels.is_loaded, request.kernels.names)):
         request.kernels.load()
@@ -158,8 +158,8 @@ def plan_in_process(shape: StepShape, request: PlanRequest, search_peak: int = 0
 
 
 def with_baseline(plans: TrainingPlans, search_peak: int = 0, extra: int = 0) -> TrainingPlans:
-    """Return the plans with this process's bytes, and `extra` by which it will grow before the run, as baseline, and
-    `search_peak` as the most bytes during the search."""
+    """Return the plans with `baseline_nbytes`, this process's bytes now plus `extra`, by which it grows before the run,
+    and `search_nbytes`, which is `search_peak`, the most bytes of this process and its child during a search."""
     release_memory()
     return replace(plans, baseline_nbytes=private_nbytes() + extra, search_nbytes=search_peak)
 
@@ -183,7 +183,7 @@ def _shape_key(shape: StepShape, request: PlanRequest) -> str:
 
 
 def safe_budget(plans: TrainingPlans) -> int:
-    """Return the --memory, in bytes, that suffices for these plans in any process: processes differ by 2 MiB."""
+    """Return the --memory, in bytes, that suffices for these plans: with 2 MiB to spare, as processes differ."""
     return plans.needed_nbytes + SPARE_NBYTES
 
 
@@ -204,7 +204,7 @@ def device_refusal(plans: TrainingPlans, limits: Mapping[str, int], advice: str)
 
 
 def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str:
-    """Return the refusal for --memory: `limit`, the smallest that fits, the largest buffers, and `suggested_change`."""
+    """Return the text that refuses --memory `limit` (bytes), with the least that fits, largest buffers and advice."""
     min_nbytes = safe_budget(plans)
     headline = (
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is about {mib(min_nbytes)}, or"

@@ -102,7 +102,7 @@ def graph_seconds(placed: Placed, rates: BackendRates) -> float:
 def step_seconds(
     steps: Iterable[KernelStep], rates: BackendRates, read: Collection[Tensor]
 ) -> list[float]:
-    """Return call_seconds of each step, computed once for equal calls: op, backends, attributes, shapes and types."""
+    """Return call_seconds of each step; equal calls (op, backends, attributes, shapes, types) are computed once."""
     seconds_by_call, all_seconds = dict[tuple[Any, ...], float](), list[float]()
     for step in steps:
         place = step.backend.name, step.source and step.source.name
@@ -115,7 +115,7 @@ def step_seconds(
 
 
 def copy_seconds(nbytes: float, *endpoints: BackendRates) -> float:
-    """Return the seconds to copy bytes between the memories of two backends, at the rate of the slower one."""
+    """Return the seconds to copy bytes between two backends' memories, given their rates: those of the slower one."""
     return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in endpoints)
 
 

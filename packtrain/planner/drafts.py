@@ -102,11 +102,11 @@ def chain(
     shape: StepShape, request: PlanRequest, space: str | None = None, like: BlockChain | None = None,
     calls: int | None = None, build: Callable[[str, StepShape, Optimizer], BuiltGraph] = training_plans.build_graph,
 ) -> BlockChain:  # fmt: skip
-    """Return a BlockChain, which chooses what blocks save, for the graph of this step that needs most memory.
+    """Return a BlockChain, which chooses what blocks save, for the step's graph that runs the blocks for gradients.
 
-    space  memory space whose bytes count; by default the arena's
-    like   a measured chain with equal blocks
-    calls  calls of that graph without recomputation, if known
+    space  memory space whose bytes count; None: the one of the target's first backend
+    like   a chain with equal blocks, whose measurements are shared; None: measure anew
+    calls  number of calls of that graph without recomputation; None: build the graph and count them
     build  builds a graph by its name
     """
     name, num_blocks = block_graph(shape), num_reached_blocks(shape)
@@ -187,7 +187,7 @@ class DraftEstimator:
         return self._step_estimates[shape]
 
     def _extrapolated_estimate(self, shape: StepShape) -> StepEstimate:
-        """Estimate a step from graphs of two and three blocks that recompute nothing: cost then grows linearly."""
+        """Estimate a step that recomputes nothing: from two and three blocks, or from all if few or not alike."""
         extra_blocks = num_reached_blocks(shape) - SAMPLED
         if extra_blocks <= 0 or not blocks_match(shape) or not self.request.target.is_uniform:
             return self._probe(shape)
@@ -235,7 +235,7 @@ class DraftEstimator:
         )  # fmt: skip
 
     def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
-        """Return the bytes and seconds of the graph `name`, estimated once for shapes that it does not tell apart."""
+        """Return the estimate of the graph `name`, made once for all shapes for which this graph is equal."""
         cache_key = name, _cache_key_shape(name, shape)
         if cache_key not in self._graphs:
             graph = self._build(*cache_key, self.request.optimizer).graph
@@ -268,7 +268,7 @@ class DraftEstimator:
         return self._sample_estimates[config]
 
     def chain(self, shape: StepShape) -> BlockChain:
-        """Return the BlockChain that chooses what the step's blocks save, in the graph that needs most memory."""
+        """Return the cached BlockChain that chooses what blocks save, for the step's graph with their gradients."""
         shape = replace(shape, keep=None)
         if shape not in self._block_chains:
             chunk = DEFAULT_CHUNK if shape.chunk in CHUNK_SIZES else shape.chunk
@@ -293,7 +293,7 @@ class DraftEstimator:
         return any(target.home(leaf).space == self.space for leaf in block_leaves)
 
     def may_recompute(self, shape: StepShape) -> bool:
-        """Whether the search may choose what is recomputed, and that saves bytes of this memory space."""
+        """Whether --recompute is auto, so that the search chooses, and recomputing saves bytes of this memory space."""
         return self.request.recompute == "auto" and self.has_blocks(shape)
 
     def rough_draft(self, shape: StepShape) -> PlanDraft:
@@ -312,7 +312,7 @@ class DraftEstimator:
         return PlanDraft(shape, nbytes + self._allocated_nbytes(estimate, arena_nbytes), seconds)
 
     def _allocated_nbytes(self, sizes: StepEstimate, arena: int) -> int:
-        """Return the bytes that an allocator takes for `arena` bytes, and by which it rounds up the leaves."""
+        """Return `arena` plus the bytes by which the space's allocator rounds up the leaves and the arena."""
         return arena + self.request.target.extra_nbytes(self.space, (int(sizes.leaves), arena))
 
     def _nbytes(self, shape: StepShape, sizes: StepEstimate, num_recomputed: int) -> int:

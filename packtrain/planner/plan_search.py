@@ -103,7 +103,7 @@ class PlanSearch(DraftEstimator):
     # ---- within a limit
 
     def fastest_draft(self, shape: StepShape, limit: int, fixed: bool) -> PlanDraft | None:
-        """Return the fastest variant within `limit` bytes, with `fixed` of those with equal bits; None if none fits."""
+        """Return the fastest variant within `limit` bytes, or None. `fixed`: only variants with bit-equal results."""
         best_draft = self._requested_draft(shape, limit)
         if best_draft is not None and best_draft.shape == shape:
             return best_draft
@@ -172,7 +172,7 @@ class PlanSearch(DraftEstimator):
         return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
 
     def _by_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> PlanDraft | None:
-        """Return the fastest draft of `form` over head chunks (`fixed`: its own) under `below` seconds, or None."""
+        """Return a variant's fastest draft with any head chunk (`fixed`: its own), under `below` seconds, or None."""
         best_draft, head_nbytes = None, math.inf
         run_nbytes = self._min_nbytes(form) - self.request.baseline_in(self.space)
         min_saving = MIN_SAVING_SHARE * run_nbytes  # independent of the limit
@@ -191,9 +191,9 @@ class PlanSearch(DraftEstimator):
         return best_draft
 
     def fit_draft(self, shape: StepShape, limit: int, below: float) -> PlanDraft | None:
-        """Return the step within `limit` bytes, with recomputation if allowed, as a draft; None if none was found.
+        """Return a draft of the step within `limit` bytes, recomputing as much as that takes; None if none was found.
 
-        below  seconds of a step that another draft already reaches
+        below  seconds of the fastest draft so far: only faster ones are built by recomputing
         """
         seconds, full_draft = self.estimate(shape).seconds, self._requested_draft(shape, limit)
         if full_draft is not None or not self.may_recompute(shape) or seconds >= below:
@@ -232,7 +232,7 @@ class PlanSearch(DraftEstimator):
         return remaining_nbytes + int(self.chain(shape).call_nbytes * estimate.block_calls)
 
     def with_requested_recompute(self, shape: StepShape) -> StepShape:
-        """Return the shape with the recomputation of --recompute and --offload; `auto` recomputes nothing here."""
+        """Return the shape with the recomputation of --recompute and --offload; with --recompute auto, none."""
         num_blocks = num_reached_blocks(shape)
         keep = None
         if self.request.recompute == "blocks":
@@ -246,7 +246,7 @@ class PlanSearch(DraftEstimator):
         return replace(shape, keep=keep)
 
     def with_free_recompute(self, shape: StepShape) -> StepShape:
-        """Return the shape as requested; with `auto`, with recomputation that adds at most FREE of a step's seconds."""
+        """Return the shape as requested; with --recompute auto, recompute what adds at most FREE (0.5 %) of a step."""
         num_blocks, requested = num_reached_blocks(shape), self.with_requested_recompute(shape)
         must_offload = self.request.offload_mode == ALWAYS_OFFLOAD
         if not num_blocks or not self.may_recompute(shape) or must_offload:
@@ -261,9 +261,9 @@ class PlanSearch(DraftEstimator):
     # ---- fewest bytes
 
     def smallest_draft(self, shape: StepShape, fixed: bool = False) -> PlanDraft:
-        """Return the variant of the step that takes the fewest bytes, with `fixed` of those with equal bits. Earlier
-        measurements do not change the answer. Estimates come from chains of equal blocks. Where blocks differ, lower
-        limits are tried until nothing fits."""
+        """Return the variant of the step that takes the fewest bytes; `fixed`: only variants with bit-equal results.
+        Estimates of chains of equal blocks decide; where blocks differ, lower and lower limits are tried until nothing
+        fits. Earlier measurements do not change the answer."""
         if blocks_match(shape):
             return self._or_all_recomputed(
                 self.smallest_of(extreme_shapes(shape, fixed, self.may_tile))
@@ -309,7 +309,7 @@ class PlanSearch(DraftEstimator):
         return self._nbytes(single_pass, estimate, 0) + max(arena, int(estimate.other_arena_nbytes))
 
     def _estimated_shapes(self, shape: StepShape) -> list[tuple[int, StepShape]]:
-        """Return (bytes, shape) without recomputation and with that of the fewest bytes; or as the user requires it."""
+        """Return (bytes, shape) without recomputation and at its fewest bytes; or just the shape that was requested."""
         if not self.may_recompute(shape):
             requested_draft = self.draft(self.with_requested_recompute(shape))
             return [(requested_draft.nbytes, requested_draft.shape)]

@@ -81,7 +81,7 @@ def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int,
 
 
 def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
-    """Return the lines of the table of bytes by memory; with `spare_nbytes`, its total suffices as a budget."""
+    """Return the lines of the table of bytes by memory; with `spare_nbytes` on top, the total suffices as a budget."""
     device_lines = [line for space in plans.device_spaces for line in _device_lines(plans, space)]
     *entries, loop_row, process_row = memory_rows(plans)
     entries += [*_arena_row(plans, HOST), loop_row, process_row]

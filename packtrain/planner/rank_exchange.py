@@ -74,7 +74,7 @@ def predict_exchange(plans: TrainingPlans, rates: BackendRates, link_rate: float
 
 
 def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tuple[float, float]:
-    """Return seconds of a busy link, and of waiting for it, a micro-batch of shared sums; `link`: bytes per second."""
+    """Return seconds that `link` (bytes per second) is busy, and waited for, in a micro-batch with scattered sums."""
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     elapsed = free_time = busy = stalled_seconds = 0.0
@@ -104,7 +104,7 @@ def round_seconds(ranks: int) -> float:
 
 
 def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) -> float:
-    """Return when the last of several transfers over one link ends, by start times and durations in seconds."""
+    """Return when the last of several transfers, one after the other on one link, ends; all in seconds; 0 for none."""
     free_time = 0.0
     for start_time, seconds in zip(start_times, durations, strict=True):
         free_time = max(free_time, start_time) + seconds

@@ -26,7 +26,7 @@ class BaseModel:
     types               types of the file's matrices by name, used by frozen ones
     frozen              name patterns of frozen tensors; with LoRA, only the adapters are trained
     num_trained_blocks  train only the last N blocks and nothing else; 0: no limit
-    strict              of old runs: the base was counted in --memory from end to end
+    strict              setting --strict, by which --memory limits pages of the base, too; only `mark` reads this
     masters             type of trained matrices; vectors and LoRA adapters are f32
     """
 

@@ -226,7 +226,7 @@ def packed_weight_types(shape: StepShape) -> set[Dtype]:
 
 
 def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
-    """Return the bytes of leaves `of` in a memory space; leaves mapped from a file count only on devices, as copies."""
+    """Return the bytes that leaves `of` take in `space`; those mapped from the base's file count on devices alone."""
     local = [leaf for leaf in of if target.home(leaf).space == space]
     mapped = mapped_leaves(shape, local)
     resident_nbytes = buffer_nbytes([leaf for leaf in local if leaf not in mapped], target)
@@ -234,7 +234,7 @@ def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space:
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
-    """Return the bytes of this process for leaves of devices on their way into a checkpoint or out of one."""
+    """Return the bytes of this process in which leaves of devices pass, a few at once, into or out of a checkpoint."""
     remote = [] if target.private else [t for t in leaves if target.home(t).space != HOST]
     return NUM_PASSING_LEAVES * max([leaf.spec.nbytes for leaf in remote], default=0)
 

@@ -25,7 +25,7 @@ BuildGraph = Callable[[int, saved_values.RecomputeChoice | None], saved_values.B
 
 
 class BlockCosts:
-    """Bytes and seconds of the strategies of a block, by graphs of a few equal blocks; it is what the block saves.
+    """Bytes and seconds of a block's strategies (choices of values to save), measured on graphs of a few equal blocks.
 
     reserved_nbytes  bytes that stay after the backward pass of a block, and of the head: gradients before clipping
     together         how many strategies are measured in one graph, in a block each; 1 if not all blocks are alike
@@ -53,7 +53,7 @@ class BlockCosts:
         return middle(built_graph, place(built_graph.graph, self.target), self.space, self.seconds)
 
     def cleared(self) -> "BlockCosts":
-        """Return a copy without measured strategies, so that a search does not depend on earlier searches."""
+        """Return a copy without measured strategies, so that a search does not depend on what earlier ones measured."""
         clone = copy(self)
         clone._measured_options = {}
         return clone
@@ -111,7 +111,7 @@ class BlockCosts:
         return [*forms, *offloaded]
 
     def saved(self, strategy: InnerRanks) -> int:
-        """Return the bytes that a strategy saves beside the block's input; negative if that is offloaded."""
+        """Return the bytes that a strategy saves beside the block's input; if it offloads, minus those of the input."""
         is_offloaded = saved_values.is_offloaded(strategy)
         return -self.stream_nbytes if is_offloaded else self._kept_nbytes(strategy)
 
@@ -149,7 +149,7 @@ class BlockCosts:
         return [self._measured_options[strategy] for strategy in self._variants(())]
 
     def min_added_seconds(self, nbytes: float) -> float:
-        """Return the fewest seconds of recomputation with which a block saves `nbytes` less; inf if it has fewer."""
+        """Return the fewest seconds of recomputing by which a block saves `nbytes` less than all; inf if impossible."""
         all_nbytes = self._read_nbytes
         if nbytes > all_nbytes * self.num_parts:
             return np.inf
@@ -183,14 +183,14 @@ class BlockCosts:
 
     @cached_property
     def _needed(self) -> np.ndarray:
-        """Bytes that each step of a block's backward pass needs, int64 (steps,), without gradients that wait there."""
+        """Bytes that each step of a block's backward pass needs, int64 (steps,), without other blocks' gradients."""
         later_nbytes = self.head_reserve + (middle_blocks.NUM_CHAIN_BLOCKS - 2) * self.reserve
         return self._middle.needed_nbytes - later_nbytes - self.is_two_pass * self.stream_nbytes
 
     # ---- measurements
 
     def measure(self, strategies: Iterable[InnerRanks]) -> bool:
-        """Measure those strategies that are not measured yet, with their variants; return whether there were any."""
+        """Measure the strategies not measured yet, and others that save equal values; return whether there were any."""
         measured = self._measured_options
         sets = {_kept_places(s) for s in strategies if s not in measured}
         unmeasured = [s for s in self.strategies if s not in measured and _kept_places(s) in sets]

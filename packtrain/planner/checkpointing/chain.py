@@ -93,7 +93,7 @@ class BlockChain:
         self.planned_choices: dict[RecomputeChoice | None, PlannedChoice] = {}
 
     def cleared(self, like: "BlockChain | None" = None) -> "BlockChain":
-        """Return a copy that forgets graphs of many blocks; its block costs are those of `like` if given."""
+        """Return a copy without choices for all blocks; it shares the costs of `like`; None: costs not yet measured."""
         clone = copy(self)
         clone.__dict__.pop("smallest_choice", None)
         clone.planned_choices = {}
@@ -122,7 +122,7 @@ class BlockChain:
         }
 
     def min_seconds(self, nbytes: int) -> float:
-        """Return a lower bound of the seconds that recomputation must add to a run to lower its bytes by `nbytes`."""
+        """Return a coarse lower bound of the seconds that recomputation adds if it lowers a run's bytes by `nbytes`."""
         block_nbytes = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
         return self.count * self.block.min_added_seconds(block_nbytes) if block_nbytes > 0 else 0.0
 
@@ -155,14 +155,14 @@ class BlockChain:
         return self.call_nbytes * self.calls
 
     def seconds_bound(self, nbytes: int) -> float:
-        """Return a lower bound of the seconds that recomputation adds if the graph has `nbytes`; inf if none fits."""
+        """Return the solver's lower bound of the seconds that recomputing adds within `nbytes`; inf if none fits."""
         solution = self._solve(self._make_solver(nbytes), nbytes)
         return math.inf if solution is None else solution.seconds
 
     def fastest_within(self, nbytes: int, below: float = math.inf) -> PlannedChoice | None:
-        """Return what to save so that recomputation adds the fewest seconds and arena and calls take `nbytes`; None if
-        none fits. Graphs are built until one is close to `nbytes`, but none with an estimate of `below` seconds or
-        more."""
+        """Return what to save so that recomputation adds the fewest seconds and arena and calls take at most `nbytes`;
+        None if no graph that was built fits. Builds graphs until one takes nearly `nbytes`, but none that is estimated
+        to add `below` seconds or more."""
         aim_nbytes = nbytes
         for _ in range(PLAN_ROUNDS):
             solution = self._solve_measured(nbytes + nbytes // 16, aim_nbytes, below)
@@ -192,8 +192,8 @@ class BlockChain:
         return self.smallest_choice.nbytes <= max_nbytes and self.smallest_choice.seconds < below
 
     def _solve_measured(self, nbytes: int, aim_nbytes: int, below: float) -> ChainSolution | None:
-        """Return the choice that adds the fewest seconds within `aim_nbytes`, once measured; None if none fits. Other
-        strategies count with lower bounds, so no other choice is faster. `nbytes`: the solver's table."""
+        """Return the choice that adds the fewest seconds within `aim_nbytes`; None if none fits. Solves again until all
+        its strategies are measured, or it adds `below` seconds. The solver's table has `nbytes`."""
         while True:
             solution = self._solve(self._make_solver(nbytes), aim_nbytes)
             if solution is None or solution.seconds >= below:
@@ -222,7 +222,7 @@ class BlockChain:
         return solution
 
     def _make_solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwoPassSolver:
-        """Return a solver that finds choices of at most `nbytes`; `keep_nothing`: of strategies that save nothing."""
+        """Return a solver for choices of at most `nbytes`; with `keep_nothing`, blocks save their inputs at most."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
             options = block.lean_options if keep_nothing else block.options
@@ -276,8 +276,8 @@ class SmallestChoice:
 
 
 def checkpoint_spacing(chain: BlockChain) -> int:
-    """Return the spacing a of saved block inputs that needs the fewest bytes: a = sqrt(n v / u) for n blocks with u
-    bytes inside each and v between two. Chen et al. 2016."""
+    """Return the number of blocks a from one saved block input to the next that needs the fewest bytes:
+    a = sqrt(n v / u) for n blocks with u bytes of values inside each and v between two. Chen et al. 2016."""
     block_costs = chain.block
     block_nbytes = block_costs.num_parts * sum(block_costs.value_nbytes)
     return max(round(math.sqrt(chain.count * block_costs.stream_nbytes / block_nbytes)), 1)

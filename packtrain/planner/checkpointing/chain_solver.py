@@ -164,7 +164,7 @@ class ChainSolver:
         return min(int(nbytes / self.slot_nbytes), self.num_slots) - self.input_slots
 
     def add_moves(self, block_run: BlockRun, builder: ChoiceBuilder) -> None:
-        """Walk back through the table from a run of blocks; tell the builder the best option or split at each block."""
+        """Walk back through the table from a run of blocks; add each block's best option or split to the builder."""
         runs = [block_run]
         while runs:
             first_block, n, m, rank, slot_rows = runs.pop()
@@ -197,7 +197,7 @@ class ChainSolver:
         return self.min_fitting(self.outer_rows[self.count])
 
     def min_fitting(self, slot_row: np.ndarray) -> int:
-        """Return the fewest bytes at which a row of the table (seconds by slots of memory) is finite, so it fits."""
+        """Return the fewest bytes for which a row (seconds by slots of memory) is finite; `max_nbytes` if none is."""
         fitting = np.flatnonzero(np.isfinite(slot_row))
         min_slots = int(fitting[0]) + self.input_slots if len(fitting) else self.num_slots
         return min(math.ceil((min_slots + 0.5) * self.slot_nbytes), self.max_nbytes)

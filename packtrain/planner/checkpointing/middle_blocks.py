@@ -170,8 +170,8 @@ def is_free_call(call: Call) -> bool:
 
 def backward_steps(placed: Placed, built: BuiltGraph, num_parts: int) -> dict[int, tuple[int, int]]:
     """Return, by block, the first and last step of its backward pass: where bytes are measured to price recomputation.
-    It begins where the output's gradient is complete and ends with that of the input, each in all `num_parts` parts of
-    the rows. The first block is left out if no gradient of its input is computed."""
+    The pass begins where the gradient of the block's output is complete and ends with that of its input, each in all
+    `num_parts` parts of the rows. The first block is left out if no gradient of its input is computed."""
     serials = [step.call.serial for step in placed.steps]
     end_steps = list[list[int]]()
     for at in range(0, len(built.stream), num_parts):

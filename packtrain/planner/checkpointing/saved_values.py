@@ -103,7 +103,7 @@ def inner_values(calls: Sequence[Call]) -> list[Tensor]:
 
 
 def _match_values(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:
-    """Return, for each value of the block `template`, this block's value; if it lacks one, the input of that op."""
+    """Return, for each value of the block `template`, this block's value; for one it lacks, that op's input."""
     if len(inner_tensors) == len(template):
         return inner_tensors
     remaining, matched = deque(inner_tensors), dict[Tensor, Tensor]()

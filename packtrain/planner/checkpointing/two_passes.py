@@ -37,11 +37,11 @@ class TwoPassSolver:
         return [sorted_works[at * (len(sorted_works) - 1) // (WORKS - 1)] for at in range(WORKS)]
 
     def _extra_work(self, kept_slots: int, work_slots: int) -> int:
-        """Return by how many slots a backward pass needs more than kept values, once read, leave."""
+        """Return how many slots of a backward pass's `work_slots` are not those of values that its block saved."""
         return max(work_slots - (kept_slots - self.first_solver.stream_slots), 0)
 
     def _work_rows(self, work_slots: int) -> chain_solver.SlotRows:
-        """Return table rows by number of first blocks, whose backward passes need at most `work_slots`."""
+        """Return rows of added seconds by number of first blocks, whose backward passes need `work_slots` at most."""
         later = self.later
         left = np.arange(later.num_slots + 1) - later.head_reserve - later.count * later.reserve
         slot_rows = [np.where(left >= work_slots, later.outer_rows[-1], np.inf)]

@@ -83,7 +83,7 @@ class GatheredArrays(LazyArrays):
         current_world().from_first(None)
 
     def _gather(self, name: str) -> np.ndarray:
-        """Return a whole optimizer moment, f32, joined from the parts of all ranks; every rank must call this."""
+        """Return a whole moment, f32, joined from all ranks' parts; waits until every rank calls with this name."""
         state_kind, _, weight = name.partition("/")
         leaf = self.plans.leaves[weight]
         flat_array, run = self._buffer(leaf.spec.size), rank_slice(leaf.spec.size, *self.rank_share)

@@ -60,7 +60,7 @@ class TrainingProgress:
         )
 
     def with_train_loss(self, loss: float, norm: float, num_past: int) -> "TrainingProgress":
-        """Return the progress after a step with a finite loss and gradient `norm`; num_past + 1 losses in `recent`."""
+        """Return the progress after a step of finite loss and gradient `norm`; `recent` keeps num_past + 1 losses."""
         recent = (*self.recent, loss)[-1 - num_past :]
         is_better = loss < self.lowest
         lowest, unimproved = (loss, 0) if is_better else (self.lowest, self.unimproved + 1)
@@ -99,7 +99,7 @@ def previous_path(path: Path) -> Path:
 def save(
     path: Path, progress: TrainingProgress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Write a checkpoint, which write_gguf syncs and renames; the old one becomes the previous. Raises OSError."""
+    """Write a synced checkpoint; `about` describes the run; an old file becomes the previous one. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),

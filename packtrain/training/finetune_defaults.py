@@ -62,7 +62,7 @@ def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: i
 
 
 def resumes_run(settings: TuneSettings) -> bool:
-    """Return whether the run continues that of its folder, so that new defaults do not apply."""
+    """Return whether --resume continues a run in the folder: its saved settings then replace defaults."""
     return settings.resume and not settings.overwrite and (settings.folder / "run.yaml").exists()
 
 
@@ -86,7 +86,7 @@ def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedS
 
 
 def with_saved_choices(settings: TuneSettings) -> TuneSettings:
-    """Return the settings; in a resumed run, those not given (lr, epochs …) are run.yaml's. Raises InputError."""
+    """Return the settings; in a resumed run, lr, epochs … that are not given come from run.yaml. Raises InputError."""
     if not resumes_run(settings):
         return settings
     path = settings.folder / "run.yaml"

@@ -25,9 +25,9 @@ def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU,
     resident: str | None = None,
 ) -> Executor:  # fmt: skip
-    """Create an executor that returns the `losses` of batches of `rows` × `time` tokens, with weights mapped from the
-    model's file; `chunk` and `skipped` as in transformer.loss. `resident`, such as "2G", limits the process's memory
-    and the file's pages together. Raises DoesNotFit."""
+    """Create an executor that returns `losses` (rows, time - skipped) of `rows` × `time` tokens, with weights mapped
+    from the model's file. `chunk`: tokens whose logits exist at a time; `skipped`: first positions of a row, not
+    scored; `resident`, as "2G": limit on private memory and the file's pages together. Raises DoesNotFit."""
     placed, plan = loss_plan(model, rows, time, chunk, skipped, target)
     available_nbytes = total_nbytes()
     if plan.arena().nbytes > available_nbytes:
@@ -44,7 +44,7 @@ def loss_executor(
 def loss_plan(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> tuple[Placed, Plan]:
-    """Place and plan the graph of `transformer.loss` (`chunk`, `skipped`) for batches of `rows` × `time` tokens."""
+    """Place and plan a graph of losses for `rows` × `time` tokens a batch: `chunk`, `skipped` as in loss_executor."""
     leaves = transformer.weights(model.config, model.matrix_dtypes())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)

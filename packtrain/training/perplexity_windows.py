@@ -1,6 +1,6 @@
 """Windows of one long text, cut as in llama-perplexity; batches of them are inputs of `transformer.loss`.
 
-The text is one stream of tokens. BOS replaces the first token of a window, and only predictions in its second half
+The text is not split into documents. BOS replaces the first token of a window, and only predictions in its second half
 are scored, so that each has at least half a window of context. An incomplete window at the end is not measured."""
 
 import math
@@ -42,7 +42,7 @@ class PerplexityWindows:
 
     @property
     def skipped(self) -> int:
-        """Positions at the beginning of a row whose predictions are not scored."""
+        """Positions at the beginning of a row whose predictions are not scored: half a window."""
         return self.context // 2
 
     def __len__(self) -> int:

@@ -45,7 +45,7 @@ class SampleSubset:
 
 
 def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarray) -> list[int]:
-    """Return the ids of samples that the run's steps read and that are `unknown`, bool (samples,): not computed."""
+    """Return the ids of samples that the run's steps read and that are not computed yet: `unknown`, bool (samples,)."""
     num_batches = job.steps * job.settings.grad_accumulation_steps
     if batches is job.train and num_batches < len(batches):
         is_seen = np.zeros(len(unknown), bool)
@@ -57,7 +57,7 @@ def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarra
 
 
 def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterator[list[T]]:
-    """Compute read_item(i) for i < num_items, one per rank and round; yield rounds' results in order, on all ranks."""
+    """Compute lists read_item(i), i < num_items, one per rank and round; yield each round's, joined, on all ranks."""
     world = current_world()
     for first_index in range(world.rank, num_items + world.rank, world.world_size):
         gathered = world.gather(read_item(first_index) if first_index < num_items else [])

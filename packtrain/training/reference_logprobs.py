@@ -28,8 +28,8 @@ def uses_reference(preference: PreferenceLoss | None) -> bool:
 def compute_reference_logps(
     job: TrainingJob, engine: TrainingEngine, folder: Path, events: Events, stopped: Callable[[], bool],
 ) -> None:  # fmt: skip
-    """Compute on all ranks the reference model's log-probabilities of the answers that the run will see, unless saved.
-    Sets the session's weights to initial values. Raises Interrupted if `stopped()`."""
+    """Compute on all ranks the reference model's log-probabilities of the answers that the run will see, unless they
+    are saved in `folder`; weights then get initial values. Raises Interrupted, after saving, if `stopped()`."""
     if not uses_reference(job.shape.preference):
         return
     parts = {"train": job.train, "valid": job.valid}
@@ -57,7 +57,7 @@ def compute_reference_logps(
 def _compute(
     job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
 ) -> Iterator[int]:
-    """Compute samples' log-probabilities, store them in `part`, a batch per rank and round; yield rounds' counts."""
+    """Store samples' log-probabilities in `part`, a batch per rank and round; yield each round's number of samples."""
     if not sample_ids:
         return
     subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]

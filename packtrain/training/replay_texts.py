@@ -75,8 +75,8 @@ class ReplayBatches(SampleBatches):
 def write_texts(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Let the base write the replay texts that the run's steps read, unless they are saved in `folder`; `limit`: most
-    private bytes of the process, or None. Raises DoesNotFit, and Interrupted if `stopped()`."""
+    """Let the base write the replay texts that the run's steps read, unless `folder` has them; `limit`: most private
+    bytes of the process, None: no limit. Raises DoesNotFit; Interrupted, after saving, if `stopped()`."""
     train = job.train
     if not isinstance(train, ReplayBatches):
         return
@@ -134,7 +134,7 @@ def _write_missing(
 
 
 class _ReplayWriter:
-    """Samples texts from the base model, `together` at a time: the most whose KV cache fits `limit` bytes."""
+    """Samples texts from the base, `together` at a time: as many as fit `limit` bytes, or DoesNotFit is raised."""
 
     def __init__(self, train: ReplayBatches, limit: int | None, job: TrainingJob) -> None:
         self._batches, self._seed, base = train, job.settings.seed, train.base

@@ -41,7 +41,7 @@ def check_compatible(
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
-    """Return messages on how `saved` (a checkpoint's `about`) and `current` (the job's) differ: flags and files."""
+    """Return messages on how `saved` (a checkpoint's `about`) and `current` differ; `settings`: the settings' class."""
     changed_settings = [*_changed_settings(saved, current, settings)]
     messages = [line for _, line in changed_settings]
     is_read_otherwise = any(field.metadata["group"] == "data" for field, _ in changed_settings)
@@ -64,7 +64,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: 
 def _changed_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], settings: type
 ) -> Iterator[tuple["Field[Any]", str]]:
-    """Yield each changed setting with a message; settings unknown to an old checkpoint had their defaults."""
+    """Yield each changed setting's field and a message; a setting that `saved` lacks had its default."""
     changeable = resumable_names(settings)
     if _changed_optimizer(saved, current):
         optimizer_names = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
@@ -83,7 +83,7 @@ def _changed_settings(
 def _changed_files(
     saved: Mapping[str, Any], current: Mapping[str, Any], is_read_otherwise: bool
 ) -> list[str]:
-    """Return messages about changed data or base, by checksums; `is_read_otherwise`: changed settings explain it."""
+    """Return messages about changed base or data, by checksums; `is_read_otherwise`: other flags explain the data's."""
     (data, *base), (data_now, *base_now) = str(saved.get("data")).split(), current["data"].split()
     was, is_ = saved.get("sources", {}), current["sources"]
     if base != base_now:

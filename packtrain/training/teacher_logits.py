@@ -135,8 +135,8 @@ class TeacherReader:
 def compute_teacher_logits(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Compute the teacher's logits for the batches that the run will see, unless they are saved in `folder`; `limit`:
-    most private bytes of the process, or None. Raises DoesNotFit, and Interrupted if `stopped()`."""
+    """Compute the teacher's logits for the batches that the run will see, unless `folder` has them; `limit`: most
+    private bytes of the process, None: no limit. Raises DoesNotFit; Interrupted, after saving, if `stopped()`."""
     train = job.train
     if not isinstance(train, TeacherBatches):
         return

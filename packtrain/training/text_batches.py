@@ -1,4 +1,4 @@
-"""Batches of running text: windows over a stream of documents, as inputs of `transformer.loss`.
+"""Batches of running text: windows over documents, one after the other, as inputs of `transformer.loss`.
 
 `weights` is 1 for a target in the loss, and 0 for padding and the step from one document to the next."""
 
@@ -16,12 +16,12 @@ CHUNK = 512 * BLOCK  # documents whose order is computed at a time
 class TextBatches(IndexedBatches):
     """Windows of `time` tokens.
 
-    fill            windows run over the whole stream, and a short document is followed by the next one in its row;
+    fill            windows run over the whole text, and a short document is followed by the next one in its row;
                     otherwise each document starts a new window and its last window is padded
     shuffle         otherwise the windows are in file order
-    random_offsets  with fill and shuffle: each epoch reads the stream as a ring from a new random offset, and leaves
+    random_offsets  with fill and shuffle: each epoch reads the text as a ring from a new random offset, and leaves
                     out the one target that would close the ring
-    shuffle_samples  with fill and shuffle: the stream of each epoch has the documents in a new random order, so that
+    shuffle_samples  with fill and shuffle: the text of each epoch has the documents in a new random order, so that
                     other documents share a window
     """
 
@@ -50,7 +50,7 @@ class TextBatches(IndexedBatches):
         return self._make_row(*self._window_at(position, keys), keys)
 
     def _window_at(self, position: int, keys: RoundKeys) -> tuple[int, int]:
-        """Return the index in the token stream at which the window at a position starts, and its number of targets."""
+        """Return the index in the epoch's text at which the window at a position starts, and its number of targets."""
         if position >= self.windows:
             return 0, 0
         offset = item_at(0, self.size, keys, OFFSET_SALT) if self.random_offsets else 0
@@ -61,7 +61,7 @@ class TextBatches(IndexedBatches):
         return int(self._stretch_starts[stretch]) + skipped + offset, num_targets
 
     def _shuffled_positions(self, token_start: int, count: int, keys: RoundKeys) -> np.ndarray:
-        """Return the file positions of `count` tokens from `token_start` on in the epoch's shuffled stream, a ring."""
+        """Return the file positions of `count` tokens from `token_start` on in the epoch's shuffled text, a ring."""
         if keys != self._ordered_keys:
             # the place in the epoch's stream at which each block of documents begins
             place = 0
@@ -95,7 +95,7 @@ class TextBatches(IndexedBatches):
         return starts[documents], next_starts - starts[documents]
 
     def _make_row(self, token_start: int, count: int, keys: RoundKeys) -> Batch:
-        """Build a row of `count` targets, which follow stream index `token_start`; the rest is padding, a document."""
+        """Build a row of `count` targets after index `token_start` of the text; the rest, padding, is a document."""
         positions = (token_start + np.arange(count + 1)) % self.size
         if self.shuffle_samples:
             positions = self._shuffled_positions(token_start, count + 1, keys)

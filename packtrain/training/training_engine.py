@@ -105,7 +105,7 @@ class EngineStep:
         return measured_outputs
 
     def evaluate(self) -> Batch:
-        """Sum the gradients of all micro-batches, without an update; returns `loss`."""
+        """Sum the gradients of all micro-batches and ranks, without an update; returns `loss`, summed as well."""
         inputs = [{**s, "fresh": np.array(i == 0, "f4")} for i, s in enumerate(self.batch_shares)]
         losses = [output["loss"] for output in self._run_graph(MICRO, inputs)]
         self.loss = np.array(sum(losses), np.float32)
@@ -114,7 +114,7 @@ class EngineStep:
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        """Update by the gradients that `evaluate` summed; `hyper`: see evaluate_and_update. Return the outputs."""
+        """Update by the gradients that `evaluate` summed, with numbers `hyper`; return the update graph's outputs."""
         executor, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
         updated = executor({name: values[name] for name in values.keys() & executor.inputs.keys()})
         if self.sums is not None:
@@ -147,9 +147,9 @@ class EngineStep:
 class StepEngine:
     """An executor for each plan of a run on one session, and the steps that an optimizer drives on them.
 
-    seed           of dropout and stochastic rounding
+    seed           from which dropout and stochastic rounding draw
     num_bad_steps  steps in a row whose loss or gradient was not finite
-    before         the last step, if its gradients are still there
+    before         the last step, whose gradients an optimizer of several evaluations may use; else None
     sums           exchange of several ranks
     """
 
@@ -178,7 +178,7 @@ class StepEngine:
         return engine_step, outputs
 
     def diagnose(self, engine_step: EngineStep, outputs: Batch) -> str | None:
-        """Return the op, tensor and source line of a bad step's first non-finite value; None for a good step.
+        """Return the op, tensor and source line of a bad step's first non-finite value; None if good. Counts bad steps.
 
         The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed
         nothing, and repeating it gives the same values; without, it may have changed tensors before the first bad
@@ -246,7 +246,7 @@ class TrainingEngine(StepEngine):
     def _shares(
         self, batches: Sequence[Batch], total_weight: float, step_number: int
     ) -> list[Batch]:
-        """Return each micro-batch's inputs, weights divided by `total_weight`: their sum on all ranks."""
+        """Return each micro-batch's inputs, weights divided by `total_weight`, the sum of weights on all ranks."""
         if self.plans.shape.preference:
             local_pairs = float(sum(batch[PAIRS].sum() for batch in batches))
             num_pairs = np.float32(current_world().total(local_pairs) or 1)
@@ -265,7 +265,7 @@ class TrainingEngine(StepEngine):
         return [*shares]
 
     def evaluate(self, batches: Iterable[Batch], eog_ids: Sequence[int] = ()) -> ValidationResult:
-        """Evaluate batches with this engine's plan, shared out over all ranks, see the function `evaluate`."""
+        """Return the mean loss of batches, which ranks take in turn; targets in `eog_ids` are also counted apart."""
         preference = self.plans.shape.preference
         return evaluate(self.run[EVALUATE], batches, preference, current_world(), eog_ids)
 
@@ -286,7 +286,7 @@ def evaluate(
     eog_ids: Sequence[int] = (),
 ) -> ValidationResult:  # fmt: skip
     """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`;
-    eog_ids are also counted apart. The ranks take batches in turn, and the result has one process's bits."""
+    targets in `eog_ids` are also counted apart. Ranks take batches in turn; any number of ranks gives equal bits."""
     if preference is not None:
         return _evaluate_pairs(run, batches, preference, world)
     results: list[Any] = _share_out(batches, world, lambda batch: _batch_sums(run, batch, eog_ids))
@@ -303,7 +303,7 @@ def evaluate(
 
 
 def _share_out(batches: Iterable[Batch], world: World, measure: Callable[[Batch], T]) -> list[T]:
-    """Return `measure(batch)` for each batch in order, on all ranks; the ranks take batches in turn."""
+    """Return `measure(batch)` of every batch, in order, to all ranks; each rank measures every world_size-th batch."""
     local_results = [
         measure(batch) for i, batch in enumerate(batches) if i % world.world_size == world.rank
     ]

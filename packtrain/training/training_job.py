@@ -70,7 +70,7 @@ class TrainableModel(Protocol):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A training run: model, data, optimizer and number of steps. `fingerprint` identifies the data.
+    """A training run: model, data, optimizer and number of steps. `fingerprint`: checksum of the data, and of the base.
 
     offloaded  whether moments of weights on a device live in the process's memory; None: not decided
     """
@@ -117,14 +117,14 @@ class TrainingJob:
         return [micro_batch for i in range(count) for micro_batch in self._parts(self.train[i])]
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yield the batches of one validation: all or --val-batches of them, always the same."""
+        """Yield the micro-batches of one validation: of all batches, or of --val-batches evenly spaced ones."""
         assert self.valid is not None
         num_valid, num_batches = len(self.valid), self.num_eval_batches
         for i in range(num_batches):
             yield from self._parts(self.valid[i * num_valid // num_batches])
 
     def counted(self, report: Callable[[int, int], None]) -> Iterator[Batch]:
-        """Yield the batches of one validation, and call report(done, total) after each."""
+        """Yield the micro-batches of one validation; after each, call report(number done, number in all)."""
         size = self.shape.micro_batch_size
         num_parts = self.num_eval_batches * -(-self.settings.batch_size // size)
         for num_done, batch in enumerate(self.validation_batches(), 1):
@@ -150,7 +150,7 @@ class TrainingJob:
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
-        """Return what must be equal to resume, as plain data; `sources` only name the files of the checksum `data`.
+        """Return what must be equal to resume, as plain data; `sources` only name the files whose checksum is `data`.
 
         Rows, chunk, `layered` and tiles fix the order of floating-point additions; recomputation does not change a bit.
         """
@@ -257,8 +257,8 @@ def shape_of(
     settings: RunSettings, config: Config, rows: int, time: int, has_eval: bool, base: BaseModel | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> StepShape:  # fmt: skip
-    """Return the sizes and options of a step with micro-batches of `rows` × `time` tokens, for the planner. `has_eval`:
-    the run validates; `base`: the model to tune, None: a new one. Raises InputError for what the device lacks."""
+    """Return the StepShape of a step of micro-batches of at most `rows` × `time` tokens, for the planner. `has_eval`:
+    the run validates; `base`: the model to tune, None: a new one; `report` gets warnings. Raises InputError."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, report, None)

@@ -74,7 +74,7 @@ class TrainingLoop:
     # ---- training
 
     def train(self, monitor: RunMonitor, stopped: Callable[[], bool]) -> None:
-        """Train to the end or an early stop. Raises Interrupted, after saving, or NotFinite for three bad steps."""
+        """Train to the end or an early stop. Raises NotFinite; Interrupted, after saving, if `stopped()` on a rank."""
         num_positions = current_world().world_size * self.job.shape.num_positions
         while self.progress.step < self.job.steps and not self._report_early_stop():
             if current_world().any_rank(stopped()):
@@ -162,7 +162,7 @@ class TrainingLoop:
         self.events.checkpoint_saved(self.checkpoint)
 
     def _save_as(self, pattern: str, write_file: Callable[[Path], object]) -> None:
-        """Call write_file(path), path: `pattern` with the step for ITERATION; link LATEST to it. "" writes nothing."""
+        """Call write_file with path `pattern`, ITERATION being the step; link it as LATEST. "" writes nothing."""
         if not pattern:
             return
         numbered_path, latest_path = (
@@ -173,7 +173,7 @@ class TrainingLoop:
         checkpoints.link_file(numbered_path, latest_path)
 
     def write_result(self) -> None:
-        """Write the result: the best weights with early stopping, else the last."""
+        """Write the run's result: with --patience the weights of the best validation, set first, else the last ones."""
         best_path = self.folder / BEST_FILE
         if self.job.settings.patience and best_path.exists():
             best_weights = GGUF(best_path)

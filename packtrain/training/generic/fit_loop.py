@@ -189,7 +189,7 @@ class FitRun:
         return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
 
     def run_epoch(self, recorder: FitRecorder, stop: Callable[[], bool]) -> Epoch | None:
-        """Train the rest of the current epoch and validate; returns its results, None if `stop()` was true."""
+        """Train the rest of the current epoch and validate; return its results, or None if `stop()` ended it early."""
         trainer, start_time = self.trainer, time.perf_counter()
         number, num_done_steps = divmod(trainer.done, self.steps)
         number += 1

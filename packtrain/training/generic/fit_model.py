@@ -156,7 +156,7 @@ def load(path: str | Path) -> MappedTensors:
 
 
 def _value(key: str, value: object) -> MetadataValue:
-    """Return a value as metadata of the GGUF type for its Python type. Raises InputError for other types."""
+    """Return a value as metadata of the GGUF type for its Python type. Raises GGUFError for other types of value."""
     gguf_types = {bool: "bool", int: "i64", float: "f64", str: "string"}
     if type(value) not in gguf_types:
         raise GGUFError(f"metadata {key}: {value!r} must be a text, a number or a bool")

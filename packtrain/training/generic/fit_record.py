@@ -77,7 +77,7 @@ class FitRecorder:
         self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step
 
     def record_step(self, result: Result, norm: float) -> None:
-        """Note a step's mean loss (the last added to `result`), gradient norm and speed for the next record."""
+        """Write the previous step's record; note this step's mean loss (last in `result`), gradient norm and speed."""
         self._write_record()
         seconds, step_end = time.perf_counter() - self.step_start, time.perf_counter()
         self.step_start, batch = step_end, self.trainer.batch
@@ -90,7 +90,7 @@ class FitRecorder:
         }  # fmt: skip
 
     def record_epoch(self, eval_result: Result) -> None:
-        """Record the validation of an epoch with its last step, and save a checkpoint."""
+        """Write the record of the epoch's last step with the validation's results, and save a checkpoint."""
         if eval_result.ndata:
             self.last |= {"val_loss": eval_result.loss, "val_error": eval_result.loss_error}
             if eval_result.correct is not None:

@@ -102,8 +102,8 @@ class StepVariant:
 def choose(
     request: "FitRequest", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
 ) -> StepVariant:
-    """Return the first variant, those with fewer datapoints at a time last, whose bytes fit `limit` together with
-    `baseline`, the process's private bytes before. Raises DoesNotFit, which names the least limit."""
+    """Return the first variant whose bytes fit `limit` together with `baseline`, the process's private bytes before it;
+    the variants with most datapoints at a time come first. Raises DoesNotFit, which names the least limit."""
     smallest: StepVariant | None = None
     before = private_nbytes()
     for rows in request.batch_sizes():
@@ -231,7 +231,7 @@ def _training_graphs(
 
 def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
     """Return the forward values to save, None: all. `recomputed` is "" (save all), "all but products" (save products
-    with matrices) or "all but some products" (save every second product)."""
+    with matrices) or "all but some products" (save every second product, but not the last of these)."""
     if not recomputed:
         return None
     products = [

@@ -112,7 +112,7 @@ class Trainer(StepEngine):
         return self.form.rows * self.form.micros
 
     def batches(self, data: Dataset, size: int, order: np.ndarray | None) -> Iterator[Arrays]:
-        """Yield batches of `size` datapoints at `order` in the model's types, in memory that the next overwrites."""
+        """Yield batches of `size` datapoints at `order` (None: all), in the model's types; the next overwrites each."""
         if self._batch_buffers.keys() != data.columns.keys():
             specs = {name: self.form.inputs[name] for name in data.columns}
             self._batch_buffers = {
@@ -142,7 +142,7 @@ class Trainer(StepEngine):
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
-        """Sums of gradients since the last `fresh` physical batch, by weight; see add_gradients. Raises InputError."""
+        """Sums of gradients by weight since a `fresh` batch, see add_gradients. Raises InputError if there are none."""
         self._require_micro_batches()
         trained = (w.label for w in self.model.trained)
         return {name: self.session.get(f"g/{name}") for name in trained}
@@ -213,7 +213,7 @@ class Trainer(StepEngine):
         return {name: value for name, value in candidates.items() if name in input_names}
 
     def change(self, optimizer: Optimizer) -> None:
-        """Continue with other optimizer settings, such as weight decay. Raises InputError if they need another plan."""
+        """Continue with other optimizer settings and their rate. Raises InputError if these need another graph."""
         _check_choices(optimizer)
         now = self.optimizer
         trained = self.model.trained
@@ -227,7 +227,7 @@ class Trainer(StepEngine):
 
 
 def _check_choices(optimizer: Optimizer | None, **chosen: tuple[str, tuple[str, ...]]) -> None:
-    """Raise InputError unless each argument, name=(value, choices), has a choice's value and settings are in bounds."""
+    """Raise InputError for an argument, name=(value, choices), with another value, or for settings out of bounds."""
     for name, (value, choices) in chosen.items():
         if value not in choices:
             raise InputError(f"{name}={value!r} must be one of {', '.join(choices)}")

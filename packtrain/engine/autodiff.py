@@ -78,7 +78,7 @@ def pull_back(
 
 
 def _validate(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
-    """Check arguments; return calls that lead to the loss, tensors that depend on `wrt`, and {loss: constant 1}."""
+    """Check arguments; return the calls that lead to the loss, tensors that depend on `wrt`, and {loss: constant 1}."""
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
@@ -122,7 +122,7 @@ class _Recomputation:
         self.unsaved = self._unsaved_values(calls)
 
     def _unsaved_values(self, calls: Sequence[Call]) -> set[Tensor]:
-        """Return the results of these calls that are recomputed if the backward pass reads them."""
+        """Return the results of these calls that are not saved, and so recomputed if the backward pass reads them."""
         newest_handles = {t.base: t for call in calls if call.op.writes for t in call.results}
         unsaved = set[Tensor]()
         for call in calls:
@@ -196,7 +196,7 @@ class _Backward:
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
         """Return {call: tensors of `wrt` that this call is the first to read}: after its backward pass, their gradients
-        are complete. None is the key of those that no call reads."""
+        are complete. Tensors that no call reads have the key None."""
         targets, first_readers = set(self.wrt), dict[Tensor, Call]()
         for call in self.calls:
             for t in call.reads:

@@ -88,13 +88,13 @@ class Session:
         self._overlays.update(parts)
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
-        """Return an Executor that runs a placed graph in this session's memory by `plan`; None makes a plan."""
+        """Return an Executor that runs a placed graph in this session's memory by `plan`, else by a new plan (None)."""
         return self.executors({0: placed}, {} if plan is None else {0: plan})[0]
 
     def executors(
         self, placed: Mapping[K, Placed], plans: Mapping[K, Plan] | None = None
     ) -> dict[K, "Executor"]:
-        """Return an Executor for each of several graphs; their leaves and arenas are allocated together."""
+        """Return an Executor for each graph; allocates leaves and arenas together. Raises DoesNotFit over `limits`."""
         plan_map, reuse = plans or {}, "noreuse" not in flags()
         bound = {n: (p, plan_map.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
         for graph, plan in bound.values():
@@ -176,7 +176,7 @@ class Session:
         return self._arenas[space, name][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
-        """Write values to leaves by name; shapes must match. Setting all leaves makes a dirty session usable again."""
+        """Write values to leaves by name; RunError if they do not fit. Setting all leaves cleans a dirty session."""
         for name, value in values.items():
             leaf = self._writable_leaf(name)
             leaf.backend.write(leaf.array, fitting(name, value, leaf.spec))
@@ -185,7 +185,7 @@ class Session:
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
-        """Let `make(array)` write a leaf's value in place: for values too large for a temporary copy."""
+        """Let `make(array)` overwrite a leaf's value in place, with no temporary copy if the host can access it."""
         leaf = self._writable_leaf(name)
         spec, window = leaf.spec, leaf.backend.window(leaf.array)
         if window is not None:
@@ -197,7 +197,7 @@ class Session:
         leaf.has_value = True
 
     def get(self, name: str) -> np.ndarray:
-        """Return a copy of a leaf's value. Raises RunError after an update that failed halfway."""
+        """Return a copy of a leaf's value. Raises RunError for an unknown name, and after an update that failed."""
         leaf = self._readable_leaf(name)
         return leaf.backend.read(leaf.array)
 
@@ -210,13 +210,13 @@ class Session:
         return array_view
 
     def _readable_leaf(self, name: str) -> _SessionLeaf:
-        """Return the record of a leaf. Raises RunError after an update that failed halfway."""
+        """Return the record of a leaf. Raises RunError if none has this name or an update failed halfway."""
         if self.dirty:
             raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
         return self._leaves.get(name) or self._existing_leaf(name)
 
     def _writable_leaf(self, name: str) -> _SessionLeaf:
-        """Return the record of a leaf. Raises RunError for a shared array."""
+        """Return the record of a leaf. Raises RunError if none has this name, and for a shared array."""
         if name in self.shared:
             raise RunError(f"{name} is a shared array; it cannot be changed here")
         return self._leaves.get(name) or self._existing_leaf(name)
@@ -288,7 +288,7 @@ class Executor:
         return tuple([step.backend.view(self.arenas[k], at, s, s.strides) for s, (k, at) in pairs])
 
     def _arrays(self, tensors: Iterable[Tensor]) -> dict[Tensor | None, Any]:
-        """Return the array of each tensor, in a leaf or an arena; results that nothing needs have none."""
+        """Return {tensor: its array in a leaf or an arena}; results that nothing needs have none and are left out."""
         names, home, arrays = self.placed.names, self.placed.home, dict[Tensor | None, Any]()
         for t in tensors:
             base = t.shared or t
@@ -304,7 +304,7 @@ class Executor:
     # ---- running
 
     def watch(self, pattern: str, on_value: See) -> None:
-        """Call `see(name, value)`, in later runs, for each computed tensor whose name matches the shell pattern."""
+        """Call on_value(name, value), in later runs, for each computed tensor whose name matches the shell pattern."""
         self.watchers.append((pattern, on_value))
 
     def __call__(
@@ -335,7 +335,7 @@ class Executor:
             return {name: b.read(a) for name, (b, a) in items if only is None or name in only}
 
     def repeat(self) -> None:
-        """Run once more, for a caller that wrote the input arrays itself and reads the output arrays (row_tiles)."""
+        """Run all steps again; the caller (row_tiles) has written the input arrays, and reads the output arrays."""
         self._run_calls(self.calls, None, range(len(self.calls)))
 
     def _make_observer(self, on: frozenset[str]) -> Observer:
@@ -389,7 +389,7 @@ class Executor:
             backend.write(array, value if is_fitting else fitting(name, value, spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
-        """Run without updates; return a text on the first step that computes a non-finite value, or None."""
+        """Run without updates; return a text that names the first step with a non-finite result, or None."""
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs)
             try:

@@ -114,7 +114,7 @@ class Observer:
             backend.fill(array, NAN_BYTE)
 
     def _arrays_freed_after(self) -> dict[int, list[tuple[Backend, Any]]]:
-        """Return, by step, the arrays that no later step needs and the flag `poison` may overwrite with NaN."""
+        """Return, by step, arrays (with backends) that no later step needs: the flag `poison` fills them with NaN."""
         freed: dict[int, list[tuple[Backend, Any]]] = {}
         outputs = {self.names[t.base] for t in self.placed.graph.outputs.values()}
         backends = {buffer.space: buffer for buffer in self.placed.home.values()}
@@ -171,7 +171,7 @@ class Observer:
                 )
 
     def _specified(self, bound: BoundStep, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
-        """Return what the op's numpy kernel (its specification) computes from these inputs, with `real` for f32."""
+        """Return the results of the op's numpy kernel (its specification) for these inputs, in type `real` for f32."""
 
         def widened(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype

@@ -16,7 +16,7 @@ from packtrain.engine.tensor import Call, Tensor
 def interpret(
     graph: Graph, values: Mapping[str, Any], real: type = np.float64
 ) -> dict[str, np.ndarray]:
-    """Run the graph; return outputs, and new values of updated leaves, by name. f32 is computed as `real`.
+    """Run the graph; return outputs, and new values of updated leaves, by name. `real` is the type that stands for f32.
 
     values  a value for every weight, state and input leaf, by name
     """

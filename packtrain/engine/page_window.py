@@ -58,7 +58,7 @@ def smallest_window(reads: Reads) -> int:
 
 
 def page_schedule(reads: Reads, sizes: Mapping[str, int], limit: int) -> PageSchedule:
-    """Plan which weights are in memory before each step of a run that is repeated. Raises DoesNotFit.
+    """Plan which weights are in memory before each step of a run that is repeated. Raises DoesNotFit (WindowTooSmall).
 
     sizes  bytes of each weight; a step that reads fewer of them, such as rows of a table, does not ask for it ahead
     limit  most bytes in memory
@@ -107,7 +107,7 @@ class _Simulation:
         return uses[place] if place < len(uses) else uses[0] + len(self.reads)
 
     def run(self) -> dict[int, Turnover]:
-        """Simulate a run; return, by step, the weights to load before and to drop after it."""
+        """Simulate a run; return, by step, the weights that leave memory or are read ahead before that step."""
         turnovers = dict[int, Turnover]()
         for place, step in enumerate(self.steps):
             turnover = turnovers[step] = Turnover()
@@ -188,7 +188,7 @@ class PageWindow:
     def over(
         cls, placed: Placed, arrays: Mapping[str, np.ndarray], budget: PageBudget | None
     ) -> "PageWindow | None":
-        """Return the window of a graph whose weights are these arrays, mapped from files; None without a budget."""
+        """Return the window, within `budget`, of a graph whose weights are these mapped arrays; None without budget."""
         if budget is None:
             return None
         files = {name: mapped_file(array) for name, array in arrays.items()}

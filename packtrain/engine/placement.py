@@ -194,7 +194,7 @@ class _PlacementBuilder:
         return self.home[(written_leaves or leaves)[0]] if leaves else None
 
     def _choose_backend(self, call: Call) -> tuple[Backend, Kernel]:
-        """Return the backend that runs a call, of those with a kernel the one nearest to its inputs, and the kernel."""
+        """Return the backend with a kernel that is nearest to the call's inputs, and the kernel; if none, numpy's."""
         nearby = self._nearby_backends(call) if self.has_many_backends or self.fallback_ops else ()
         for backend in (*nearby, *self.backends):
             kernel = backend.kernel(call.op, call.inputs)

@@ -23,7 +23,7 @@ from packtrain.kernels.runtime import loader, machine_code
 
 
 def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
-    """Return calls that do the work of `calls`, which have run once, in later runs: recorded where possible."""
+    """Return the calls that later runs make instead of `calls`, which have run once: recorded where possible."""
     if "norecord" in flags():
         return calls
     remaining_calls, replayable = iter(calls), list[Run]()
@@ -70,7 +70,7 @@ class CompiledCallTable:
             self._live_arguments += argument_words, call
 
     def num_needed_calls(self, only: Container[str] | None) -> int:
-        """Return how many calls from the first on compute all updates and the outputs in `only` (None: all)."""
+        """Return how many of the first calls compute all updates and the outputs in `only` (None: all outputs)."""
         graph = self._placed.graph
         output_names = tuple([name for name in graph.outputs if only is None or name in only])
         if output_names not in self._counts:
@@ -85,7 +85,7 @@ class CompiledCallTable:
         return self._counts[output_names]
 
     def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
-        """Make the first `num_calls` calls; yield the indices of those left to the caller: no entry, or failed."""
+        """Make the first `num_calls` calls by compiled code; yield the index of each that the caller must make."""
         index, call_module = 0, cast(Any, kernels.jit)
         run_all, done_mark = call_module.run_all, call_module.DONE_BY_EARLIER_CALL
         while (index := run_all(self.entry_rows, index, num_calls)) < num_calls:

@@ -55,7 +55,7 @@ class TileBody:
         return *self.rows, *self.wholes
 
     def outer_spec(self, t: Tensor) -> Spec:
-        """Return the spec of the whole tensor of which t, a leaf or result, is a tile, or for which it stands."""
+        """Return the spec outside the body of t, a leaf or result: of all tiles' rows joined, or t's own if a whole."""
         length = t.shape[AXIS : AXIS + 1] if t in self.wholes else (self.count * t.shape[AXIS],)
         return Spec((*t.shape[:AXIS], *length, *t.shape[AXIS + 1 :]), t.dtype)
 

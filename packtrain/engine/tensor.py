@@ -245,7 +245,7 @@ class Kernel:
     strided: bool | IsStrided
 
     def accepts(self, index: int, t: Tensor) -> bool:
-        """Whether the kernel can read t as its input `index` as it is; otherwise `place` inserts a dense copy."""
+        """Whether the kernel can read t, by its strides, as its input `index`; if not, `place` inserts a dense copy."""
         strided = self.strided
         return t.dense or (strided if isinstance(strided, bool) else strided(index, t))
 

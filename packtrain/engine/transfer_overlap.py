@@ -35,7 +35,7 @@ def overlap_transfers(
     steps: Sequence[KernelStep], home: dict[Tensor, Backend], names: dict[Tensor, str]
 ) -> list[KernelStep]:
     """Split copies between memories into two steps, begin and finish, with other steps in between, where a backend
-    copies beside its kernels; return all steps. Copies under way get a home and a name."""
+    copies beside its kernels; return all steps. Adds each copy under way to `home` and `names`."""
     transfers = _find_transfers(steps) if any(map(attrgetter("source"), steps)) else {}
     begins, arrivals = dict[int, list[KernelStep]](), dict[int, list[KernelStep]]()
     used_names = dict.fromkeys(names.values(), 1) if transfers else {}

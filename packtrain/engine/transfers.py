@@ -31,12 +31,12 @@ class TransferCopies:
         self.leaving, self.left = _offloads_after(graph.offloaded, order), dict[Tensor, Tensor]()
 
     def part(self, t: Tensor, space: str) -> Tensor | None:
-        """Return the tensor that must be copied so that t can be read in a memory space; None if the copy exists."""
+        """Return the tensor that must be copied so that t can be read in `space`; None if this copy exists."""
         copied_part = self._copied_part(t, space)
         return None if (copied_part, space) in self.copies else copied_part
 
     def offload_values(self, call: Call) -> None:
-        """Copy to host memory the values that wait there for the backward pass from this call on."""
+        """After `call` is placed, copy to host memory the values that wait there for the backward pass from then on."""
         for t in self.leaving.get(call, ()):
             if self.home[t].space != HOST:
                 self.left[t] = self._copy_to(call, t, cpu)
@@ -79,7 +79,7 @@ class TransferCopies:
         return self.copies[key]
 
     def _view_of_copy(self, t: Tensor, copied_part: Tensor, copy: Tensor, suffix: str) -> Tensor:
-        """Return `copy` if t is `copied_part`; if t is a view of that, an equal view of `copy`, named with `suffix`."""
+        """Return `copy` if t is `copied_part`; else make t's view of that a view of `copy`, named with `suffix`."""
         if t is copied_part:
             return copy
         assert t.call is not None
@@ -89,7 +89,7 @@ class TransferCopies:
         return view
 
     def _copy_to(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
-        """Insert a step that copies t to the memory of `backend` before (or after) `call`; return the copy."""
+        """Add a step that copies t to the memory of `backend`, at the end of the steps so far; return the copy."""
         source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
         kernel = Kernel(lambda y, x: move_array(backend, y, source, x), strided=False)
         return self._add_copy_step(call, t, backend, kernel, name, source)

@@ -93,13 +93,13 @@ def buffers_nbytes(sizes: Iterable[int]) -> int:
 
 
 def largest_room_nbytes(traces: Iterable[Trace]) -> int:
-    """Return the bytes of a segment for all large tensors that are alive at once. Reserved first, it spares segments
-    that a larger tensor would need beside those of smaller ones."""
+    """Return the most bytes of large tensors that a trace holds at once: a segment of so many bytes, reserved first,
+    spares the segments that a larger tensor would need beside those of smaller ones."""
     return max(map(_peak_large_nbytes, traces), default=0)
 
 
 def pool_nbytes(traces: tuple[Trace, ...]) -> int:
-    """Return the bytes that the allocator reserves for calls, however often repeated; trace: allocations, releases."""
+    """Return the bytes that the allocator reserves for calls with these traces, however often they are repeated."""
     allocator, previous_reserved = CachingAllocator(), -1
     for nbytes in WORKSPACES:
         allocator.allocate(nbytes)

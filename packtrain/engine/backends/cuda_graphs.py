@@ -44,9 +44,9 @@ def fill_pool(device: str, nbytes: int) -> None:
 
 
 def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
-    """Record stretches of calls as CUDA graphs; return a list of equal length to call instead: the last call of a
-    recorded stretch replays all of it, the others do nothing. `calls` have all run before, so that recording
-    initializes nothing; `recordable` says of each whether it needs no host."""
+    """Record stretches of calls as CUDA graphs; return as many calls to make instead: the last call of a recorded
+    stretch replays all of it, the others do nothing. `calls` have all run before, so that recording initializes
+    nothing; `recordable` says for each call whether it runs without the host."""
     recorded_calls, start = list(calls), 0
     if cuda_of(device) is None:
         return recorded_calls
@@ -60,7 +60,7 @@ def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool])
 
 
 def _record_graph(device: str, calls: Sequence[Run]) -> Run | None:
-    """Record the calls as one CUDA graph and return a function that replays it; None, with a warning, if that fails."""
+    """Record the calls as one CUDA graph and return what replays it; None, and a warning the first time, on failure."""
     cuda = cuda_of(device)
     if device in FAILED_DEVICES:
         return None

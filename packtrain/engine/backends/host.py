@@ -65,10 +65,10 @@ class Backend(Protocol):
 
     # ---- what it can do
     def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
-        """Return the kernel that runs the op on such inputs; None if the backend has none."""
+        """Return the kernel that runs the op on inputs of these specs; None if the backend has none."""
 
     def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
-        """Return shapes and types of the scratch arrays that the kernel of such a call needs from the plan."""
+        """Return the specs of the scratch arrays that the kernel of such a call needs, which the plan gives it."""
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         """Return the bytes of its space beside arenas and leaves: temporaries of such calls, repeated in turn, and what
@@ -86,7 +86,7 @@ class Backend(Protocol):
         """Return a buffer of `nbytes` zeros, whose address is a multiple of `alignment`."""
 
     def share(self, values: np.ndarray) -> Any:
-        """Return a buffer with the bytes of a dense array for kernels to read; without a copy where possible."""
+        """Return a buffer with a dense array's bytes, for kernels to read: the array's own memory where possible."""
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
         """Return an array of `spec` over bytes of the buffer; `offset` and `strides` are in bytes."""
@@ -129,8 +129,8 @@ class Backend(Protocol):
         """Lock (pin) the pages of a host buffer as long as it exists, so that copies need no detour."""
 
     def recorded_calls(self, op_calls: Iterable[OpCall | None], calls: Runs) -> Runs:
-        """Return calls that do the work of `calls` with less work of the host, as a CUDA graph does; some may be
-        `later`. The calls are consecutive in one plan and have run once; None in op_calls: a copy. Addresses stay."""
+        """Return calls that do the work of `calls`, which follow each other in one plan and have run once, with less
+        work of the host, as a CUDA graph; some are `done_by_later_call`. `op_calls`: op of each, None: a copy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Target:
         return max(backend.import_nbytes for backend in self.every)
 
     def extra_nbytes(self, space: str, buffers: Sequence[int]) -> int:
-        """Return the bytes that buffers of these sizes take in a memory space beyond their sizes, see Backend.pool."""
+        """Return the bytes by which a space's allocator rounds up buffers of these sizes, by its backend's `pool`."""
         backend = next((b for b in self.every if b.space == space), None)
         return 0 if backend is None else backend.pool((), buffers)
 
@@ -76,7 +76,7 @@ class Target:
         return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
-        """Return the backend in whose memory a leaf lives, by its name, its weight's, its role, or ROLE.N (block N)."""
+        """Return a leaf's backend: in `homes` by its name, its weight's, its role, ROLE.N (block N), else the first."""
         if not self.homes:
             return self.backends[0]
         label, role = leaf.label, leaf.role or ""

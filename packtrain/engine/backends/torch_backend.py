@@ -35,7 +35,7 @@ DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if 
 
 
 def kernel_of(op: AnyOp, convert: Any, name: str = NAME) -> Kernel | None:
-    """Return the op's PyTorch kernel `name`, or None: it makes arrays tensors, runs, and returns how to rerun it."""
+    """Return the op's PyTorch kernel `name`, its arrays made tensors by `convert`; None if the op declares none."""
     kernel = op.kernels.get(name)
     return kernel and Kernel(_call_on_tensors(kernel.run, convert), kernel.strided)
 
@@ -77,7 +77,7 @@ def regular_strides(x: Any) -> Any:
 
 
 def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
-    """Return address and bytes of the whole pages in a NumPy array, to be given back to the system; None if few."""
+    """Return address and bytes of a NumPy array's whole pages, which may go back to the system; None if it is small."""
     is_large = isinstance(work, np.ndarray) and work.nbytes >= host.LARGE
     if not is_large or not hasattr(host.LIBC, "madvise"):
         return None
@@ -302,7 +302,7 @@ def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[cuda_caching.Tra
 
 
 class _LazyBackends(dict[str, Backend]):
-    """Backends by device name, made on first use; a missing package or device then raises InputError."""
+    """Backends by device name, made, with PyTorch loaded, on first use. Raises InputError without package or device."""
 
     def __missing__(self, name: str) -> Backend:
         if find_spec("torch") is None:

@@ -76,7 +76,7 @@ def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
 
 
 def _run_on_meta(call: OpCall, kernel: str) -> tuple[Any, int]:
-    """Run the kernel on `meta` tensors; return (allocation_meter, how many times it used values on the host)."""
+    """Run the kernel on `meta` tensors; return (its allocation_meter, how often it read or brought host values)."""
     accesses_before = HOST_READS["times"]
     with host_transfer_counter()() as transfer_counter:
         meter = _run_kernel(call, kernel, "meta")

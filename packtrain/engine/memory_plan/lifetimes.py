@@ -33,7 +33,7 @@ class Storage:
 
 
 def default_arena(name: str) -> str:
-    """Return "", the name of a memory space's only arena."""
+    """Return "", whatever the tensor: the name of a memory space's only arena."""
     return ""
 
 
@@ -132,7 +132,7 @@ class _LifetimeAnalysis:
 
 
 def lifetime_columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return start step, end step and bytes of each storage, int64 (N,) each; bytes are multiples of the alignment."""
+    """Return start step, end step and bytes of storages, int64 (N,) each; bytes are rounded up to the alignment."""
     aligned_nbytes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
     column_lists = [s.start for s in of], [s.end for s in of], aligned_nbytes
     return tuple(np.array(column, np.int64) for column in column_lists)

@@ -18,7 +18,7 @@ CallDependencies = Sequence[Sequence[int]]  # for each call, the calls that must
 
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
-    """Return the order of calls, for `place`, of the fewest arena bytes; as written unless another needs less."""
+    """Return the sequence of calls, for `place`, of the fewest arena bytes; as written unless another needs less."""
     orders = candidate_orders(graph)
     written, *alternatives = ([i for at in order for i in (at, BARRIER)] for order in orders)
     best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
@@ -75,7 +75,7 @@ def depth_first(
 
 
 def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
-    """Return, by call, the peak bytes of computing it minus those of its results, as if no value were read twice."""
+    """Return, by call, the peak bytes of computing it less those of its results, as if no value were read twice."""
     call_peaks, call_remains = list[int](), list[int]()
     for call, predecessors in zip(graph.calls, needs, strict=True):
         live_nbytes = peak_nbytes = 0
@@ -90,7 +90,7 @@ def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
 
 
 def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:
-    """Return the lower bound of the bytes of all arenas if calls run in this order."""
+    """Return a lower bound of the bytes of all arenas if calls run in this sequence, without packing."""
     placed, total_nbytes = place(graph, target, sequence), 0
     storage_list = storage_lifetimes(placed)
     for space, alignment in {(b.space, b.alignment) for b in placed.home.values()}:

@@ -102,7 +102,7 @@ class Plan:
             raise GraphError(f"{fact}, not for this graph {placed.fingerprint}; plan it again")
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
-        """Return a message on the first memory space whose limit, bytes by space, this plan exceeds, or None."""
+        """Return a message on the first memory space of which this plan needs more than its limit in bytes, or None."""
         for space in {a.space: None for a in self.arenas}:
             needed = sum(a.nbytes + a.outside_nbytes for a in self.arenas if a.space == space)
             if needed > limits.get(space, needed):

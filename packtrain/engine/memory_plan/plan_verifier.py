@@ -240,7 +240,7 @@ class ConcurrentSteps:
 
 
 def _barrier_ends(placed: Placed) -> list[int]:
-    """Return, by step, how many steps precede the next barrier: those since the last one may run in parallel."""
+    """Return, by step, the number of steps before the next barrier; steps of equal numbers may run in parallel."""
     num_steps = len(placed.steps)
     stops = set(range(num_steps + 1) if placed.barriers is None else placed.barriers) | {num_steps}
     end_steps, group_end = [0] * num_steps, num_steps

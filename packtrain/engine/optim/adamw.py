@@ -62,7 +62,7 @@ class AdamW(Optimizer):
     def step_along(
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> Tensors:
-        """Write the update of w along the direction, last of `moments_result`; return new handles, of moments and w."""
+        """Write w's update along the direction, last of `moments_result`; return the handles of moments and w."""
         *handles, direction = moments_result
         parts = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
         lr, weight_decay, c1 = parts

@@ -187,7 +187,7 @@ class _UpdateBuilder:
         self.handles.extend(self.optimizer.updates(*self._clip_pairs(pairs, gate)))
 
     def _clip_pairs(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], StepInputs]:
-        """Return pairs (weight, gradient), clipped by value if asked for, and the other inputs of the update."""
+        """Return pairs (weight, gradient), clipped to `max_value` unless None, and the other inputs of the update."""
         if self.max_value is not None:
             max_value, factor = self.max_value, gate
             pairs = (

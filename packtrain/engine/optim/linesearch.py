@@ -49,7 +49,7 @@ class LineSearch:
     max_length: float = 1e20
 
     def is_too_far(self, start: LinePoint, at: LinePoint) -> bool | None:
-        """Return None if point `at` is accepted, True if accepted points lie before `at`, False if after it."""
+        """Return None if point `at` is accepted; True if it is too far, beyond accepted points; False if too near."""
         if self.condition == NONE:
             return None
         if not at.is_finite or at.loss > start.loss + self.armijo * at.length * start.slope:

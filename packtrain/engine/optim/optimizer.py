@@ -44,14 +44,14 @@ class StepRunner(Protocol):
         """Compute loss and gradients, update the weights with the step's numbers `hyper`; return outputs by name."""
 
     def evaluate(self) -> Values:
-        """Compute loss and gradients at the current weights, for several evaluations a step; return outputs by name."""
+        """Compute loss and gradients, without an update, at the current weights; return `loss`. See Optimizer.drive."""
 
     def update(self, hyper: Values) -> Values:
         """Run the update graph with the numbers `hyper` and the last evaluation's gradients, which are kept for further
         updates; return `squares` (the sum of the gradients' squares) and the extra outputs of `Optimizer.measured`."""
 
     def report(self, message: str) -> None:
-        """Show the user a message about this step."""
+        """Note a message about this step, which the user is shown after the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,11 @@ class Optimizer:
         return step.evaluate_and_update(self.inputs(t, lr))
 
     def without_decay(self) -> "Optimizer":
-        """Return these settings without weight decay, so that a weight whose gradient is zero does not change."""
+        """Return settings by which a weight whose gradient is zero does not change: these without weight decay."""
         return self
 
     def with_offloaded_state(self) -> "Optimizer":
-        """Return these settings for moments that live in another memory than their weights."""
+        """Return settings whose update fits moments that live in another memory than their weights."""
         return self
 
     def leaf(self) -> Tensor:
@@ -129,7 +129,7 @@ class Optimizer:
         return input(self.name, (len(self.hyper),))
 
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        """Return {input name: the step's numbers, f32} at step t; `lr` replaces the learning rate."""
+        """Return {input name: the numbers of step t, f32}; `lr` replaces the settings' learning rate, unless None."""
         return {self.name: np.array(self.numbers(t, self.lr if lr is None else lr), np.float32)}
 
 

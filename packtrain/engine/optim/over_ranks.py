@@ -29,7 +29,7 @@ def part_of_weight(w: Tensor, share: RankShare) -> Tensor | None:
 
 
 def local_gradient_sum(w: Tensor, share: RankShare | None) -> tuple[Tensor, Tensor] | None:
-    """Return leaves for this rank's part of weight w and of its gradient sum; None if some rank would have no part."""
+    """Return leaves for this rank's parts of w and its gradient sum; None without `share` or if a rank has no part."""
     if share is None or part_of_weight(w, (share[1] - 1, share[1])) is None:
         return None
     weight_part = part_of_weight(w, share)

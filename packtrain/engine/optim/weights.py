@@ -14,7 +14,7 @@ from packtrain.kernels.rowwise.counter_rng import uniform_numpy
 
 
 def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
-    """Check for a shape rule that w is f32, or bf16 with a rounding key, and that `tensors` are f32 of its shape."""
+    """Raise RequirementError unless w is f32, or bf16 with a rounding key, and the `tensors` are f32 of its shape."""
     specs, dtype, shape = [t.spec for t in tensors], w.spec.dtype, w.spec.shape
     is_trainable = dtype in TRAINABLE and specs.count(Spec(shape)) == len(specs)
     texts = f"{', '.join(['{}'] * len(specs))}; these must be f32{[*shape]}, and w f32 or bf16"
@@ -37,7 +37,7 @@ def write(w, values, key, stream):
 
 
 def parts_of(w, *tensors):
-    """Yield (start, [part of flat w, part of each flat tensor]), so that an update needs room for one part only."""
+    """Yield (start, [part of flat w, part of each flat tensor]), views, so that an update needs room for one part."""
     flat_tensors = [t.view(-1) for t in (w, *tensors)]
     for chunk_start, chunk_end in chunk_bounds(len(flat_tensors[0]), CHUNK, w):
         yield chunk_start, [t[chunk_start:chunk_end] for t in flat_tensors]

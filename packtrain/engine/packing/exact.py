@@ -102,7 +102,7 @@ def has_time_to_load(clock: SearchClock) -> bool:
 
 
 def _split_parts(start: Ints, end: Ints) -> list[Ints]:
-    """Return, for each time interval that no buffer crosses, the indices of its buffers."""
+    """Return the indices of buffers in groups, by time intervals that none crosses: groups can be packed separately."""
     order = np.argsort(start, kind="stable")
     is_cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
     return np.split(order, np.flatnonzero(is_cut) + 1)
@@ -167,7 +167,7 @@ class _PackingPart:
         self.work_limit *= 2
 
     def _search_height(self, target_height: int, work_limit: int, budget: _WorkBudget) -> bool:
-        """Search all orders for offsets of at most `target_height` units; return whether such offsets are known now."""
+        """Search offsets of at most `target_height` units in several orders; return whether such are known now."""
         for sort_columns in ORDERS:
             if not self.min_height <= target_height < self.height or budget.is_spent:
                 break

@@ -188,7 +188,7 @@ def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
 def first_fit(
     start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
-    """Return offsets: buffers in this order, each in the lowest gap between those alive with it; None: out of time."""
+    """Return offsets: buffers by `order`, each in the lowest gap between those alive with it; None if out of time."""
     offsets = np.zeros(len(size), np.int64)
     spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top

@@ -49,7 +49,7 @@ class _SessionLeaf:
 class Session:
     """Owns the memory of graphs: leaves, allocated once by name, and arenas as large as the largest plan needs. Leaves
     of one graph, or of several `executors`, share a buffer per space. An executor that is added later may move the
-    arena; an executor that needs more of a space than `limits` allow is refused. Sessions may run in threads."""
+    arena; one that needs more of a space than `limits` (bytes) is refused. Sessions may run at once, in threads."""
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
         self.limits, self.pages, self.generation = limits, page_budget.get(), 0

@@ -30,7 +30,7 @@ Reads = Sequence[Mapping[str, int]]  # of each step: bytes that it reads, by wei
 
 @dataclass(slots=True)
 class Turnover:
-    """What happens before a step: weights that leave memory or are read ahead, and tables whose rows were just read."""
+    """What happens before a step: weights leave memory or are read ahead; tables of which the last step read rows."""
 
     dropped: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Turnover:
 class PageSchedule:
     """What is in memory when a run begins, and what changes before each step that is listed: at most `peak_nbytes`.
 
-    loaded_nbytes  a run asks for so many bytes of the file
+    loaded_nbytes  bytes of whole weights that a run reads from the file, besides looked-up rows
     row_nbytes     room for rows and experts that were looked up and may be again, beside the weights of any step
     """
 

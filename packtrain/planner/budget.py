@@ -83,7 +83,7 @@ def _plan_before_loading(
 
 
 def plan_shape(shape: StepShape, request: PlanRequest) -> TrainingPlans:
-    """Make the plans of a shape that rank 0 chose for all ranks, with a refusal if they exceed this rank's limit."""
+    """Make the plans of a shape that rank 0 chose for all ranks; `refusal` is set if they exceed this rank's limit."""
     request.kernels.load()
     plans, host_limit = plan_in_process(shape, request), request.limits.get(HOST)
     if host_limit is None or plans.needed_nbytes <= host_limit:

@@ -45,9 +45,9 @@ def num_trained_tokens(batches: Sequence[Mapping[str, np.ndarray]], num_position
 
 
 def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, int], str | None]:
-    """Return a callback check(seconds, steps_left) for a run to call after each step. After NUM_COMPARED_STEPS steps
-    the callback returns a message if their median differs from `expected`; `correct` is then called with measured /
-    expected seconds, if no other program is the cause."""
+    """Return a callback check(seconds, steps_left) for a run to call after each step. The callback returns None or,
+    once, after NUM_COMPARED_STEPS steps whose median is far from `expected` seconds, a message; then correct(measured /
+    expected) is called, unless other programs are the cause."""
     step_times, initial_wait = deque[float](maxlen=NUM_COMPARED_STEPS + 2), 0.0
 
     def check_step(seconds: float, left: int) -> str | None:

@@ -89,7 +89,7 @@ def _cache_path(names: Sequence[str]) -> Path:
 
 
 def _load_in_child(num_threads: int, names: Sequence[str]) -> int:
-    """Return the bytes by which this child process grows when it loads the machine code of these kernel modules."""
+    """Load the machine code of these kernel modules in this child process; return the bytes by which it grows."""
     kernels.set_threads(num_threads)
     kernels.prepare(names)  # loads everything that the parent process has loaded, too
     release_memory()

@@ -138,7 +138,7 @@ def read_rates(path: Path) -> CachedRates | None:
 
 
 def correct_step_times(by: float, target: Target = CPU) -> None:
-    """Multiply the step times that the next run expects by a factor, in the cache file of each backend."""
+    """Multiply by `by` the step times that later runs expect, in each backend's cache file of rates, if it has one."""
     for backend in target.every:
         path = rates_path(kernels.threads(), Target.for_backend(backend))
         cached_rates = read_rates(path)

@@ -29,7 +29,7 @@ def plan_within_resident(
 ) -> TrainingPlans:
     """Make plans for --resident: if the base takes at most half the limit, all its pages stay, else a window of them.
 
-    limit  bytes of private memory and of pages together
+    limit  bytes of private memory and of pages together; plans that need more have a `refusal`
     rate   bytes per second at which the base's file is read
     """
     model = leaves(shape.config, shape.base)[0].values()
@@ -75,7 +75,7 @@ def _base_window(plans: TrainingPlans, nbytes: int, rate: float) -> BaseWindow:
 
 
 def file_rate(arrays: Iterable[np.ndarray]) -> float:
-    """Measure the bytes per second at which the file of the largest mapped array is read; inf if none is mapped."""
+    """Measure the bytes per second read from the largest mapped array's file, after dropping its pages; inf without."""
     array = max((a for a in arrays if mapped_file(a)), key=lambda array: array.nbytes, default=None)
     if array is None or (file := mapped_file(array)) is None:
         return math.inf

@@ -68,7 +68,7 @@ class PerplexityWindows:
 def read_single_text(
     path: Path, separator: str | None, tokenizer: Tokenizer, memory: str | None = None
 ) -> np.ndarray | None:
-    """Tokenize a file as one text, (N,) i32; None if it holds several documents.
+    """Tokenize a file as one text, (N,) i32; None if it holds several documents, as `separator` divides it.
 
     Reads as llama-perplexity does: BOS if the model's file asks for it, control tokens stay text, line ends stay, and
     the last line feed is dropped. In documents shorter than a window, the window's second half would say nothing

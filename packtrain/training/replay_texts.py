@@ -93,7 +93,7 @@ def write_texts(
 
 
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
-    """Estimate the seconds that the base takes to write the run's replay texts at measured `rates`; 0 without."""
+    """Estimate the seconds that the base takes to write the run's replay texts at `rates`; 0 without --replay."""
     train, target = job.train, job.settings.target
     if not isinstance(train, ReplayBatches) or not (num_texts := _num_used_texts(job, train)):
         return 0.0

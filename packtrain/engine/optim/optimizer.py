@@ -44,7 +44,7 @@ class StepRunner(Protocol):
         """Compute loss and gradients, update the weights with the step's numbers `hyper`; return outputs by name."""
 
     def evaluate(self) -> Values:
-        """Compute loss and gradients, without an update, at the current weights; return `loss`. See Optimizer.drive."""
+        """Compute loss and gradients at the current weights, without an update, once or often a step; return `loss`."""
 
     def update(self, hyper: Values) -> Values:
         """Run the update graph with the numbers `hyper` and the last evaluation's gradients, which are kept for further
@@ -62,10 +62,10 @@ class Optimizer:
     note          when to use it, if it is not the default: `name note` is a sentence
     hyper         names of these numbers
     kernels       kernel modules that its op calls
-    evaluations   of loss and gradient per step, approximately; with more than one, gradients are summed in leaves
+    evaluations   about how often a step evaluates loss and gradient; with more than one, gradients are summed in leaves
                   and the update is a separate graph, which `drive` runs
     first_length  the rate without --lr of an optimizer that finds the lengths of its steps itself: gradients are not
-                  clipped, and the rate has no schedule
+                  clipped, and the rate has no schedule; None: any other optimizer
     by_parts      whether parts of a weight can be updated separately, with equal results
     """
 

@@ -19,9 +19,9 @@ from packtrain.training.generic.trainer import Trainer
 class Batch:
     """A batch, as callbacks see it before and after it runs. They may set `trainer.lr` or call `trainer.change`.
 
-    train          a step; otherwise a physical batch of an evaluation
-    number, count  of this batch from 1, and of all in the epoch
-    result         of the epoch so far
+    train          True: the batch of a step; False: a physical batch of an evaluation
+    number, count  the batch's number, from 1, and the number of batches in the epoch
+    result         the epoch's Result so far
     """
 
     trainer: Trainer

@@ -84,7 +84,7 @@ class MetricSeries:
                 value_counts[k] += counts[k]
 
     def columns_since(self, version: int) -> tuple[int, dict[str, list[float | None]]]:
-        """Return the first row changed after `version` and the columns from there on, None where not finite."""
+        """Return (index of the first row changed after `version`, columns from there on, None where not finite)."""
         first_row = len(self._row_versions)
         while first_row and self._row_versions[first_row - 1] > version:
             first_row -= 1

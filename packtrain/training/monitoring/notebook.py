@@ -157,7 +157,7 @@ def records_path(data: Any, name: str = "data") -> Any:
 
 
 def _iter_records(data: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the records, dicts, of a list, DataFrame or datasets.Dataset, the argument `name`. Raises InputError."""
+    """Yield the records, dicts, of a list, DataFrame or datasets.Dataset. Raises InputError, which calls it `name`."""
     if hasattr(data, "to_dicts"):  # polars
         data = data.to_dicts()
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas

@@ -44,7 +44,7 @@ class StepRunner(Protocol):
         """Compute loss and gradients, update the weights with the step's numbers `hyper`; return outputs by name."""
 
     def evaluate(self) -> Values:
-        """Compute loss and gradients at the current weights, without an update, once or often a step; return `loss`."""
+        """Compute loss and gradients at the current weights, without an update; return `loss`. May be repeated."""
 
     def update(self, hyper: Values) -> Values:
         """Run the update graph with the numbers `hyper` and the last evaluation's gradients, which are kept for further

@@ -47,8 +47,8 @@ DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 def read_or_build(
     read: Callable[[Path], Result], folder: Path, module: str, recipe: Any, *options: Any
 ) -> Result:
-    """Return read(folder), a folder of the cache, which a child running `module` on `recipe` fills first if it is
-    missing or damaged; options of `build_folder`."""
+    """Return read(folder), a folder of the cache. If reading raises OSError or ValueError, a child running `module` on
+    `recipe` fills the folder first: see `build_folder`, whose arguments from `report` on are `options`."""
     with suppress(OSError, ValueError):
         return read(folder)
     build_folder(folder, module, asdict(recipe), *options)
@@ -71,10 +71,10 @@ def build_folder(
     folder: Path, module: str, request: Mapping[str, Any], report: ReportProgress, memory: str | None = None,
     vocab_size: int = 0, renders_chats: bool = False,
 ) -> None:  # fmt: skip
-    """Let a child run `module` on `request` (plain data) to fill the folder, in place of a damaged one. Raises what it
-    raises.
+    """Let a child run `module` on `request` (plain data) to fill the folder, in place of a damaged one. Raises
+    InputError, DiskFull, and RuntimeError if the child fails for no such reason.
 
-    memory         --memory, which this process and the child stay within, or DoesNotFit is raised
+    memory         --memory, for this process and the child, None: no limit; raises DoesNotFit if it is too small
     vocab_size     tokens of the vocabulary that the child reads
     renders_chats  whether the child renders chats in a child of its own
     """
@@ -115,8 +115,8 @@ def serve_request(
 ) -> None:  # fmt: skip
     """Run as the child: call `write_folder(recipe, folder, report, budget)` for the request on stdin.
 
-    reading_position  `place` is the file and row that were read last
-    child_share       bytes that a child of this child takes of the memory limit
+    reading_position  `place` is the file and row that were read last, which an error for lack of memory names
+    child_share       returns, of the bytes that --memory leaves, those that a child of this child takes
     Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
 
@@ -143,7 +143,7 @@ def serve_request(
 
 
 def _is_lack_of_memory(error: Exception, budget_nbytes: int | None) -> bool:
-    """Tell whether memory was missing; a library that finds no room raises an OSError without a number, or others."""
+    """Tell whether `error` means lack of memory: within a budget also errors without errno, as libraries raise them."""
     if isinstance(error, RuntimeError):
         return "start new thread" in str(error)
     may_be_budget = getattr(error, "errno", None) in (None, errno.ENOMEM)
@@ -168,7 +168,7 @@ def _limit_memory(nbytes: int) -> None:
 
 
 def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) -> None:
-    """Run the module in a child process; raises its errors and passes its messages to `report`."""
+    """Run the module in a child that reads `request` from stdin; raises its errors, passes its messages to `report`."""
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(

@@ -27,9 +27,9 @@ def train_vocabulary(
 ) -> dict[str, MetadataValue]:
     """Train a vocabulary like Llama 2's and return its metadata: BPE with byte fallback, single digits.
 
-    auto         `size` is an upper limit; the text may support fewer tokens, see supported_size
+    auto         `size` is an upper limit, like supported_size(text_nbytes); fewer tokens are no error
     text_nbytes  total size of the texts, to spread the sample over them
-    Raises InputError if the text does not yield `size` tokens; the message names how many it yields.
+    Raises InputError if `size` is too small, or without `auto` larger than what the text yields, which it names.
     """
     target_size = min(size, supported_size(text_nbytes)) if auto else size
     if target_size < MIN_TOKENS:

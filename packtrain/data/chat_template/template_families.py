@@ -57,7 +57,7 @@ CHOOSE = "choose another with --chat-template"
 
 @dataclass(frozen=True, slots=True)
 class TemplateChoice:
-    """The chat template in use.
+    """The chat template in use; `source` is its text.
 
     name    family of the template; "" for a model's own, or one from a file
     reason  why it was chosen; "" for a model's own, which needs no note
@@ -113,7 +113,7 @@ def family_of(metadata: Mapping[str, Any]) -> str:
 
 
 def load_template(name_or_path: str) -> str:
-    """Return the text of the template with this name, or in this file, or this text. Raises InputError."""
+    """Return the template of a family by name, of a file, or the text itself if it has {{ or {%. Raises InputError."""
     if name_or_path in TEMPLATES or "{{" in name_or_path or "{%" in name_or_path:
         return TEMPLATES.get(name_or_path, name_or_path)
     if not Path(name_or_path).is_file():

@@ -94,7 +94,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """Render a template. Raises TemplateRefusal as soon as the text is too long."""
+    """Render a template. Raises TemplateRefusal once the text has more than MAX_TEXT_LENGTH characters."""
     chunks, length = [], 0
     for chunk in template.generate(**variables):
         chunks.append(chunk)

@@ -49,14 +49,14 @@ class DatasetRecipe:
     """Data to prepare, and how to turn it into samples.
 
     model       GGUF file with the vocabulary and the chat template
-    length      most targets of a sample
+    length      most targets of a sample, which has one token more: the first is no target
     truncate    longer conversations are cut at their end, dropped, or split; texts are always split
     everything  train on prompts, too; `last_only`: train on the assistant's last turn only
-    separator   as in data.text.documents.CorpusRecipe, like `val_split`
+    separator   text between documents of a text file, as in CorpusRecipe; `val_split`: share held out for validation
     skip_bad    skip records that cannot be used
     pairs       pairs of a chosen and a rejected answer become two successive samples; True: all records must be pairs,
                 False: none may be, None: both are allowed
-    columns     --columns: renames columns of records to fields
+    columns     --columns, such as `question=prompt`: renames columns to fields; None: names of common pairs are guessed
     template    chat template instead of the model's own
     """
 
@@ -77,7 +77,7 @@ class DatasetRecipe:
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
-    """Fill an empty folder with a recipe's tokenized samples; `room`: bytes that --memory leaves. Raises InputError."""
+    """Fill an empty folder with a recipe's samples; `room`: bytes left of --memory, None: any. Raises InputError."""
     file = GGUF(recipe.model)
     renderer_room = MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
     try:
@@ -151,7 +151,7 @@ def _write_records(
     reader: RecordReader, report: ReportProgress, splitter: ValidationSplitter, builder: "SampleBuilder",
     files: Mapping[str, TokenFile],
 ) -> None:  # fmt: skip
-    """Write all samples of a file; samples of one conversation go to the same split."""
+    """Write the samples of a file's usable records to `files`, by split; those of one conversation to one split."""
     name = reader.source.path.name
     for record in report_progress(reader, report, lambda: f"{name}: {reader.count:,} records"):
         try:

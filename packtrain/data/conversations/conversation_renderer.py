@@ -107,9 +107,9 @@ class ConversationRenderer:
         self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
     def _find_thoughts(self, replies: tuple[Message, Message]) -> tuple[str, tuple[str, str]]:
-        """Return (name of the message field from which the template reads thoughts, (its text before them, its text
-        after)), "" for the name if it reads none. `replies` without and with a call: some templates render thoughts
-        only before tool calls."""
+        """Return (name of the message field from which the template reads thoughts, (the text that it writes before
+        thoughts, and after)); the name is "" if it reads none, both texts are "" if they cannot be told. `replies`: an
+        answer without and one with a tool call, as some templates render thoughts only before calls."""
         for reply, name in product(replies, THOUGHTS):
             if not self._shows([ASK, {**reply, name: PROBE}]):
                 continue
@@ -123,7 +123,7 @@ class ConversationRenderer:
         return "", ("", "")
 
     def _shows(self, messages: list[Message], tools: Any = None, **options: Any) -> bool:
-        """Whether the template renders the probe message, without dropping it or raising."""
+        """Whether the template renders PROBE, a text in one of the messages: it neither drops the text nor raises."""
         try:
             return PROBE in self._text(messages, tools, **options)
         except InputError:
@@ -184,8 +184,8 @@ class ConversationRenderer:
     def _first_block(
         self, messages: list[Message], text: RenderedConversation, tools: list[Any] | None, options: dict[str, Any]
     ) -> int:  # fmt: skip
-        """Return the index in `text` of the first generation block of the last message: the first that the prompt
-        before it lacks, or if later turns change earlier ones, the first that another answer changes."""
+        """Return the index in `text.spans` of the last message's first generation block: the first block that the
+        messages before it lack, or if its turn changes theirs, the first that differs with another last message."""
         *earlier, answer = messages
         prompt = self._mark_blocks(earlier, tools, options, True).trained_texts
         num_before = num_common(prompt, text.trained_texts)

@@ -73,7 +73,7 @@ TURN = MESSAGE | _table(
 
 
 def check(field_values: Mapping[str, Any], location: str, field_table: FieldTable) -> None:
-    """Raise InputError for the first field that in data of other tools has a meaning which packtrain would ignore."""
+    """Raise InputError for the first field that other tools honour, by `field_table`, and packtrain would ignore."""
     for name in sorted(field_values.keys() & field_table.keys()):
         tools, meaning, refused_values, harmless_values = field_table[name]
         text = str(field_values[name]).strip().lower()
@@ -84,7 +84,7 @@ def check(field_values: Mapping[str, Any], location: str, field_table: FieldTabl
 
 
 def weight_of(turn: Mapping[str, Any], role: str, at: str) -> dict[str, int]:
-    """Return {"weight": 1 or 0} of a message, by any key of LOSS, or {}; `at` names it in errors. Raises InputError."""
+    """Return {"weight": 1 or 0}, from keys of LOSS: whether to train on a message; {} without. Raises InputError."""
     values = {key: turn[key] for key in LOSS if turn.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):

@@ -103,7 +103,7 @@ def _nbytes(text: str, num_characters: int) -> int:
 
 
 def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each token in the encoded text, in bytes."""
+    """Yield (start, end) of each token, in bytes of the UTF-8 `text`. Raises InputError if a token is not there."""
     offset = 0
     for id in ids:
         token_span = _find_token(tokenizer, id, text, offset)
@@ -112,7 +112,7 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
 
 
 def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tuple[int, int]:
-    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace that the token before it took."""
+    """Return (start, end), in bytes, of token `id` at `offset`, or after whitespace there. Raises InputError."""
     piece = tokenizer.piece(id)
     if text.startswith(piece, offset):
         return offset, offset + len(piece)
@@ -132,7 +132,7 @@ def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tupl
 
 
 def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
-    """Return how many bytes of text at `offset` a token's bytes cover, spaces also U+2581; None if it is not there."""
+    """Return how many bytes of text at `offset` a token covers, whose spaces may be U+2581; None if text differs."""
     if text.startswith(piece, offset):
         return len(piece)
     end = offset
@@ -150,7 +150,7 @@ def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
 
 
 def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> Iterator[list[int]]:
-    """Cut ids into windows of `length` + 1, each but the first beginning with the last id of the one before, or bos."""
+    """Cut ids into windows of up to `length` + 1; from the second on each begins with the last id before, or `bos`."""
     pending: list[int] = []
     for chunk in parts:
         pending += chunk

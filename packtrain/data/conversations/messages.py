@@ -77,7 +77,7 @@ def make_pair(
 
 
 def make_conversation(location: str, messages: list[Message], tools: Any) -> Conversation:
-    """Check a conversation: the user speaks first, the assistant last; drops turns before and after that."""
+    """Check a conversation; drop turns before the user's first and after the assistant's last. Raises InputError."""
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
@@ -103,12 +103,12 @@ def _check_has_trained_turn(location: str, turns: list[Message]) -> None:
 
 
 def parse_if_json(value: Any, at: str) -> Any:
-    """Parse a text as JSON, as in a table's cell `at`; blank texts and other values stay. InputError if it is none."""
+    """Parse a text, as of a table's cell, as JSON; blank texts and other values stay. Raises InputError at `at`."""
     return _json(value, at, '[{"role": …}]') if isinstance(value, str) and value.strip() else value
 
 
 def question(turns: Any, tools: Any, location: str) -> Conversation:
-    """Build a conversation that waits for an answer, from a chat request's messages, which may be empty, and tools."""
+    """Build a conversation that waits for an answer from a chat request; contents may be empty. Raises InputError."""
     messages = read_messages(turns, location, "messages", allow_empty=True)
     _assign_call_ids(messages)
     return Conversation(location, messages, _check_tools(tools, location))
@@ -265,7 +265,7 @@ def is_lost(message: Message, text: str) -> bool:
 
 
 def _check_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return tools as llama.cpp's server passes them to templates: these fields, in this order."""
+    """Return tools (a list, or its JSON text) in llama.cpp's form for templates, or None. Raises InputError."""
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, f"{location}: tools", '[{"name": …, "parameters": …}]')
     if not tools:

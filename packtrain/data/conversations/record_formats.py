@@ -35,7 +35,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """A format of records: required and optional fields, and how to parse them."""
+    """A format of records: required fields, other fields that are read, and how to parse a record at a location."""
 
     needed: tuple[str, ...]
     allowed: tuple[str, ...]
@@ -81,7 +81,7 @@ class RecordReader:
                 yield parsed_record
 
     def reject(self, error: InputError) -> None:
-        """Reject the last record, which turned out to be unusable."""
+        """Count the last record as bad, no longer as read; without --skip-bad raise the error."""
         self.report.reject(error)
         self.count -= 1
 
@@ -97,7 +97,7 @@ class RecordReader:
         return parsed_record
 
     def _check_fields(self, record: Mapping[str, Any], location: str, form: RecordFormat) -> None:
-        """Raise InputError for fields that `form` misses, and unused ones whose meaning packtrain would ignore."""
+        """Raise InputError for fields that `form` misses, and unused ones that other tools honour; report others."""
         missing_fields = [name for name in form.needed if name not in record]
         if missing_fields:
             raise InputError(
@@ -193,7 +193,7 @@ def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
-    """Parse a pair of answers, texts or messages; without a prompt, the messages with which both begin are it."""
+    """Parse a pair of answers, texts or messages, and the prompt: a field, or the messages that both begin with."""
     lists = {n: [v] if isinstance(v := record[n], dict) else v for n in ("chosen", "rejected")}
     answers = {name: _turns(lists, name, location, "assistant") for name in lists}
     texts = [name for name in answers if isinstance(record[name], str)]

@@ -30,7 +30,7 @@ VOCABULARY_KEYS = ("tokenizer.", "general.name")
 
 @dataclass(frozen=True, slots=True)
 class SampleDataset:
-    """Samples by split.
+    """Samples by split; `valid` is None if the cache has none.
 
     fingerprint  hash of the samples' sources; `notes` are messages to print
     template     chat template if it is not the model's own; the trained model's file must then contain it
@@ -49,7 +49,7 @@ class SampleDataset:
 def prepare_dataset(
     recipe: DatasetRecipe, cache: Path, report: ReportProgress, memory: str | None = None, model: GGUF | None = None,
 ) -> SampleDataset:  # fmt: skip
-    """Return a recipe's samples, cached in `cache`; `model`: its model if open. Raises InputError, as build_folder."""
+    """Return a recipe's samples, cached in `cache`; `model`: recipe.model, if open. Raises as `build_folder`."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
     sources, file = find_sources(recipe.data, DATA_SUFFIXES), model or GGUF(recipe.model)

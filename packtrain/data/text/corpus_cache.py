@@ -22,7 +22,7 @@ FORMAT = 3  # increase it to rebuild all caches
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as tokens; `fingerprint` is a hash of its sources, `notes` are messages to print."""
+    """A text as tokens, `valid` None if nothing is held out; a hash of its sources, and messages to print."""
 
     vocabulary: dict[str, MetadataValue]
     train: DocumentTokens
@@ -61,7 +61,7 @@ def _corpus_fingerprint(
 
 
 def checksum(options: object, sources: Sequence[documents.SourceFile]) -> str:
-    """Return a hash of everything that the result depends on: options, vocabulary, format, and file contents."""
+    """Return a hash, 16 hex digits, of `options` (by its repr) and of each source's split, format and content."""
     digest = hashlib.sha256(repr(options).encode())
     for source in sources:
         with open(source.path, "rb") as file:

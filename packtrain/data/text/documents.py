@@ -65,7 +65,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A part of a document's text; `is_last` marks the document's last part."""
+    """A part of a document's text; `is_last` marks the document's last part; a split of "" is not yet assigned."""
 
     text: str
     is_last: bool
@@ -119,12 +119,12 @@ def _train_and_valid(folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def has_valid_file(data: Path) -> bool:
-    """Whether the data is a folder with a validation file."""
+    """Whether the data is a folder with a file for training and one for validation."""
     return data.is_dir() and all(_train_and_valid(data))
 
 
 def check_separator(separator: str | None, sources: Sequence[SourceFile]) -> None:
-    """Raise InputError for a separator if none is plain text, which --separator divides."""
+    """Raise InputError for a separator if no source is plain text, the only format that --separator divides."""
     if separator is not None and all(suffix_of(source.path) in RECORDS for source in sources):
         raise InputError(f"--separator: {sources[0].path} is no plain text to divide; leave it out")
 
@@ -162,7 +162,7 @@ def read_documents(
     sources: Iterable[SourceFile], separator: str | None, reports: Iterable[ReadingReport],
     keep_separators: bool = False,
 ) -> Iterator[TextPiece]:  # fmt: skip
-    """Yield the pieces of non-blank documents, with their source's split; fills one of `reports` for each source."""
+    """Yield the pieces of non-blank documents with their source's split; adds findings to each source's report."""
     for source, report in zip(sources, reports, strict=True):
         for piece in _skip_blank(_document_pieces(separator, report, keep_separators)):
             yield replace(piece, split=source.split)
@@ -179,7 +179,7 @@ def _document_pieces(
 
 
 def _record_texts(report: ReadingReport) -> Iterator[str]:
-    """Yield the texts of a file's records; a bad first record means a bad file."""
+    """Yield the texts of records. Raises InputError for a header without text, or a bad record not skipped."""
     has_started = report.skip_bad
     for location, record in read_records(RECORD_ADVICE, report):
         if report.header and "text" not in record:

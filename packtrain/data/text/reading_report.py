@@ -77,7 +77,7 @@ class ReadingReport:
         return messages
 
     def rename_columns(self, value: Any, location: str) -> Any:
-        """Return a record with its columns renamed to fields; `location` names it in errors. Raises InputError."""
+        """Rename a record's columns to fields, as its file's first record determines; InputError names `location`."""
         reading_position["place"] = location
         if not isinstance(value, dict):
             return value

@@ -22,7 +22,7 @@ NON_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
-    """Yield (place in words, value) of each record of the report's file; errors quote `example`, a good record."""
+    """Yield (place in words, value) of each record of report.path; the report rejects bad ones, quoting `example`."""
     path = report.path
     suffix = text_streams.suffix_of(path)
     raw_records: Iterator[tuple[str, Any]]

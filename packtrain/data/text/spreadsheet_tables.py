@@ -91,7 +91,7 @@ def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
 
 
 class CsvLines:
-    """Passes lines to csv, and explains errors.
+    """Yields lines to csv.reader; `error` then says why csv refused a row.
 
     num_characters  characters since the last row
     has_ended       whether the last line has been read

@@ -39,12 +39,12 @@ def suffix_of(path: Path) -> str:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file's size does not tell how much text it has."""
+    """Whether a file's size does not tell how much text it has: .gz, spreadsheets and columnar files."""
     return path.suffix.lower() == ".gz" or suffix_of(path) in (*SHEET_SUFFIXES, *COLUMNS)
 
 
 def data_files(data: Path | None) -> list[Path]:
-    """Return the file, or the files of a folder that can be data."""
+    """Return [the file], or the files of a folder with a suffix of data; [] for None."""
     if data is None or not data.is_dir():
         return [data] if data else []
     return [path for path in data.iterdir() if path.name.lower().endswith(DATA_SUFFIXES)]

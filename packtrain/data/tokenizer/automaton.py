@@ -95,12 +95,12 @@ class PatternCompiler:
 
 
 def _fork(*steps: int) -> PatternInstruction:
-    """Return an instruction that goes on at several places, which are `steps` away."""
+    """Return an instruction after which a match may go on at several others, `steps` away, the preferred one first."""
     return PatternInstruction("split", steps=steps)
 
 
 def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return (a table of steps [state, class] of each pattern, as kernels.splitting reads it; the class of each
+    """Return (a table of next states [state, class] of each pattern, see `_step_table`; the class, u8, of each
     character of the alphabet). State 0 is the end, state 1 the beginning."""
     step_tables = [_step_table(pattern, alphabet) for pattern in patterns]
     joined = np.vstack(step_tables)

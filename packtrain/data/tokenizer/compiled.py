@@ -63,7 +63,7 @@ class NameFinder:
         self._heads = np.searchsorted(np.sort(prefixes), np.arange((1 << 16) + 1)).astype(np.int32)
 
     def find(self, text: str) -> list[int]:
-        """Return the indices of the names that occur in the text, in order; names of one byte always count."""
+        """Return, ascending, the indices of names that occur in the text, and of all names of less than two bytes."""
         is_found = np.zeros(len(self._name_starts) - 1, np.uint8)
         raw = np.frombuffer(text.encode(), np.uint8)
         KERNELS.splitting.find_names(
@@ -76,7 +76,7 @@ class NameFinder:
 def pair_table(
     merges: Iterable[bytes], index: Mapping[bytes, int]
 ) -> tuple[np.ndarray, dict[bytes, int]]:
-    """Return (merges as a hash table by both parts' ids, ids of parts without a token). `index`: the tokens' ids."""
+    """Return (hash table: ids of a merge's parts -> merged id; ids for parts that `index`, token -> id, lacks)."""
     extra_ids: dict[bytes, int] = {}
 
     def part_id(part: bytes) -> int:
@@ -125,7 +125,7 @@ class PatternSplitter:
         self._classes = classes
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
-        """Split texts or words, which end at `word_ends` in `raw`, at patterns' matches; return (ends, number)."""
+        """Split words, which end at `word_ends` in `raw`, at patterns' matches; return (ends of words, how many)."""
         kernel_module, symbols, at = KERNELS.splitting, np.empty(len(raw), np.uint8), 0
         while (at := kernel_module.classify(raw, at, self._class_numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
@@ -173,7 +173,7 @@ class EncodingTables:
     """Tables of a vocabulary that kernels.tokens.encode reads.
 
     singles        token of each byte
-    tokens         how many of the numbers are tokens
+    tokens         ids below this are tokens; others are parts of merges that are no tokens
     pairs          merges by the numbers of their parts; `order`: ranks of tokens, for vocabularies with scores
     ignore_merges  words that are one of the strings are not merged; "lines": only words of line breaks
     letters        merges start from characters, not bytes

@@ -62,7 +62,7 @@ def after_line(text: str, at: int) -> bool:
 
 
 def before_space(text: str, at: int) -> bool:
-    """Return whether a character is a space or line end after another character."""
+    """Whether a word surely begins at `at`: a space or line end after a character that is no whitespace."""
     return text[at] in " \n" and not text[at - 1].isspace()
 
 

@@ -70,7 +70,7 @@ class TokenTable:
     def __init__(
         self, metadata: Mapping[str, Any], requires_types: bool = False, **defaults: int
     ) -> None:
-        """requires_types: the file must have types, else all tokens are normal; defaults: ids of special tokens."""
+        """requires_types: the file must have types, else all are NORMAL; defaults: ids, as bos=1, without a key."""
         tokens = read_strings(metadata, "tokens")
         token_types = np.full(len(tokens), NORMAL)
         if requires_types or f"{KEYS}token_type" in metadata:
@@ -113,7 +113,7 @@ class TokenTable:
         return {a + b for text in user_defined for a, b in pairwise(text)}
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
-        """Return the id of a special token in the metadata, else the default. Raises TokenizerError."""
+        """Return the id of special token `name`, such as bos, else the default, if valid. Raises TokenizerError."""
         id, num_tokens = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
         is_integer = isinstance(id, int) and not isinstance(id, bool)
         if is_integer and id == NO_ID:
@@ -146,7 +146,7 @@ class TokenTable:
         return self._without_other_meanings(eog_ids)
 
     def _without_other_meanings(self, eog_ids: frozenset[int]) -> frozenset[int]:
-        """Remove <|end|> where it ends a part of a turn, and </s> where it is text."""
+        """Return eog_ids less <|end|> if it ends a part of a turn, and </s> if it is text; changes their types."""
         end_texts = {self.tokens[id] for id in eog_ids}
         has_calls = bool(end_texts & {b"<|call|>", b"<|calls|>"})
         if has_calls and end_texts & {b"<|return|>", b"<|flush|>"}:
@@ -156,7 +156,7 @@ class TokenTable:
         return eog_ids
 
     def _without_eog_token(self, eog_ids: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
-        """Return eog_ids without the token `text`, which becomes one of type `kind`."""
+        """Return eog_ids without the token `text`; if it was among them, set its type to `kind`."""
         id = self.index.get(text)
         if id in eog_ids:
             self.token_types[id] = kind

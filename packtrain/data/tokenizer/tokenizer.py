@@ -100,7 +100,7 @@ class Tokenizer:
             yield self._encode_parts(text_parts)
 
     def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[TextParts, bool]]:
-        """Regroup pieces (text, whether a text ends with it) to (parts, likewise) that can be encoded on their own."""
+        """Regroup pieces (text, whether its text ends there) to (parts, likewise) whose ids depend on no others."""
         buffer, prefix = "", self.add_space_prefix
         for piece, is_last in pieces:
             old_length, buffer = len(buffer), buffer + _check_text(piece)
@@ -141,7 +141,7 @@ class Tokenizer:
         return next((at for at in positions if self._encoding.can_cut(text, at)), 0)
 
     def _split_parts(self, text: str, special: bool, prefix: bool) -> tuple[TextParts, bool]:
-        """Split a text at special tokens, after a space if `prefix`; return (parts, whether next text gets a space)."""
+        """Split a text, a space before it if `prefix`, at special tokens; return (parts, `prefix` of the next text)."""
         self._characters_until_compiled -= len(text)
         text_parts: TextParts = []
         for part in self._split_specials(text, self._find_specials(text, special)):
@@ -220,7 +220,7 @@ class Tokenizer:
         return text_parts
 
     def _cut(self, part: str, token: str, id: int) -> list[str | int]:
-        """Split a piece of text at one special token."""
+        """Split `part` at the special token `token` into texts and `id`; drops whitespace that the token swallows."""
         at = 0
         text_parts: list[str | int] = []
         while (match_start := part.find(token, at)) >= 0:

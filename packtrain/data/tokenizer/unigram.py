@@ -159,7 +159,7 @@ def _prefixes_of(tokens: Iterable[bytes]) -> set[bytes]:
 
 
 def _prefix_length(raw: bytes, offset: int, prefixes: set[bytes]) -> int:
-    """Return how many bytes from `offset` on are a prefix of a known token, in `prefixes`, complete or not."""
+    """Return how many bytes from `offset` on begin, or are, a token; `prefixes`: all beginnings of tokens."""
     length = 0
     while offset + length < len(raw) and raw[offset : offset + length + 1] in prefixes:
         length += 1

@@ -96,7 +96,7 @@ class CharacterClasses(dict[int, str]):
                 self.sets.append(ranges)
 
     def translate_pattern(self, pattern: str) -> str:
-        """Return the pattern for texts in which class characters stand for characters; add all patterns before."""
+        """Return the pattern for texts of class characters; call add_pattern with all patterns before the first use."""
         pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
         pattern = CLASS_IN_PATTERN.sub(lambda match: self._translate_set(match[0]), pattern)
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")
@@ -112,7 +112,7 @@ class CharacterClasses(dict[int, str]):
         return translated if text.startswith("[") else f"[{translated}]"
 
     def _of(self, name: str) -> str:
-        """Return the characters that stand for a Unicode category, such as L or Lu."""
+        """Return the class characters of a Unicode category, inside and outside of sets; of Lu those of L."""
         category_number = CATEGORIES[name[0]]
         return "".join(c for n, c in enumerate(self.names) if n % COUNT == category_number)
 

@@ -80,7 +80,7 @@ class AdaptedMatrix:
 
 
 def adapted_matrices(model: ModelFile) -> dict[str, AdaptedMatrix]:
-    """Return the matrices that can have adapters, by the name of their module in a checkpoint of this model."""
+    """Return the matrices that adapters fit, by their module's name in a checkpoint. Raises InputError if none do."""
     c, tensor_entries, matrices = model.config, model.gguf.entries, dict[str, AdaptedMatrix]()
     if any(family.has_scaled_matrices for family in c.traits.families):
         raise InputError(
@@ -138,7 +138,7 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the configuration; each field is honoured, without effect, or refused unless it is off."""
+    """Read the configuration. Raises InputError for a field that is set and neither honoured nor without effect."""
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
@@ -220,7 +220,7 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
 
 
 def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
-    """Return {module's name in the file: (A, B) f32}; the file may also have the base's embedding or head."""
+    """Return {module's name in the file: (A, B) f32}; skips copies of the base's embedding or head. InputError."""
     by_module, names = dict[str, dict[str, np.ndarray]](), dict[str, str]()
     modules = adapted_matrices(model)
     for name, stored_tensor in open_file(path).items():
@@ -250,7 +250,7 @@ def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dic
 
 
 def _is_copy(path: Path, name: str, stored: SafetensorsTensor, model: ModelFile) -> bool:
-    """Whether a tensor is the base's embedding or head, which PEFT saves beside adapters of them."""
+    """Whether `name` is the embedding or head, which PEFT saves, too. InputError if it is not equal to the base's."""
     name_match = COPY_PATTERN.fullmatch(name)
     module = language_model_name(name_match[1]) if name_match else ""
     if module not in (*_embedding_modules(model), HEAD_MODULE):
@@ -280,7 +280,7 @@ def _unknown_module_message(module: str, model: ModelFile) -> str:
 
 
 def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_experts: int) -> Pair:
-    """Return (A, B) of a matrix (key None), or those of all experts stacked, zeros for experts without a pair."""
+    """Return (A, B) at key None, or all experts' stacked, zeros for those without. InputError if shapes differ."""
     if None in by_expert:
         return by_expert[None]
     first_pair = next(iter(by_expert.values()))

@@ -30,7 +30,7 @@ MATMUL_OPS = {ops.matmul, ops.matmul_id}
 
 @dataclass(frozen=True, slots=True)
 class MatrixInput:
-    """The input of some matrices of a block: x in the exact stream, z in the merged one."""
+    """The input, equal for some matrices of a block: x (None: not known) in the exact stream, z in the merged one."""
 
     matrix_names: tuple[str, ...]
     x: Tensor | None
@@ -90,8 +90,8 @@ class StreamPair:
         return self.stream_graphs.build_block(i)
 
     def moments(self, site: MatrixInput, columns: slice, expert: int | None = None) -> InputMoments:
-        """Sum over all tokens, or over those of one `expert`, ZᵀZ and (X - Z)ᵀZ of columns of a matrix's input `site`:
-        X (tokens, n) with exact matrices, Z with merged ones."""
+        """Sum ZᵀZ and (X - Z)ᵀZ over all tokens but padding, or over those of one `expert`, for `columns` of the input
+        `site`: X (tokens, n) with exact matrices, Z with merged ones. Without site.x the shift is None."""
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
@@ -137,7 +137,7 @@ class StreamPair:
             self.shared[batch_index] |= {name: outputs[name] for name in block.shared}
 
     def run_batches(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        """Yield (index of a batch, outputs by name) of a block's graph for each batch."""
+        """Run a block's graph on each batch, from its x and z so far; yield (index of the batch, outputs by name)."""
         executor = self._executor(graph)
         for i, batch in enumerate(self.batches):
             available = {"x": self.x[i], "z": self.z[i], **self.shared[i], **batch}
@@ -208,7 +208,7 @@ class StreamGraphs:
 
 
 def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
-    """Find, in order, the inputs of the matrices `merged` that only the merged stream z (not x) of a block reads."""
+    """Find, in order, the inputs of matrices `merged` (leaf: name) on which a block's z depends, and their x."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):

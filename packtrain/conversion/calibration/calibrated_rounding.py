@@ -38,10 +38,10 @@ def calibrate(
     max_columns: int | None = None, report_block: BlockProgress = lambda block, blocks: None, target: Target = CPU,
     searched: Collection[str] = (),
 ) -> dict[str, float]:  # fmt: skip
-    """Round matrices in the file so that their outputs on `batches` change least; return relative errors by name.
+    """Round matrices in file `path`, in place, so that outputs on `batches` change least; return relative errors.
 
-    model        the model whose outputs the rounded matrices should keep; `changes` reads the exact rows of a matrix
-    max_columns  most columns that compensate each other's errors: the sums over their inputs have width² numbers
+    model        the model whose outputs to keep; `changes`: functions that read exact rows, by matrix to round
+    max_columns  most columns that compensate each other's errors, for which n² sums are held; None: all of a matrix
     searched     names whose scales are searched under the sums over their inputs; others keep the scales in the file
     """
     gguf = GGUF(path)
@@ -139,7 +139,7 @@ class MatrixSlice:
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._row_parts()))
 
     def round(self, back: ErrorFeedback, weights: np.ndarray | None) -> float:
-        """Write rounded codes; return the squared output error. `weights` (n,) of columns: choose scales anew."""
+        """Write rounded codes; return the squared output error. `weights` (n,): choose scales anew, None: keep them."""
         error = 0.0
         for packed, exact_rows in self._row_parts():
             targets = back.row_targets(exact_rows)

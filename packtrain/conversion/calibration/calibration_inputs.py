@@ -64,7 +64,7 @@ class ReadingPlan:
         return self._group_batches(token_rows + [padding_row] * (-len(token_rows) % self.rows))
 
     def read(self, data: BatchSequence) -> list[TokenBatch]:
-        """Return the first rows of the data, in `batches` batches of `rows` rows."""
+        """Return the first rows of the data, in at most `batches` batches of `rows` rows; short data is one batch."""
         token_rows, max_rows = [], self.rows * self.batches
         for token_row in _unpadded_rows(data):
             token_rows.append(token_row)

@@ -19,7 +19,7 @@ from packtrain.models.rewrite_model import ReadRows, is_recodable, merged_rows, 
 
 @dataclass(frozen=True, slots=True)
 class AdapterMerge:
-    """Adapters to merge into a base, and the types to write."""
+    """Adapters with scales to merge into a base, and the types to write."""
 
     base: ModelFile
     adapters: Sequence[Scaled]
@@ -38,7 +38,7 @@ class AdapterMerge:
         return adapter if adapter.aware and is_unmodified else None
 
     def stored(self, name: str) -> Dtype:
-        """Return the type in which a changed tensor is written."""
+        """Return the type in which tensor `name` is written if it changes: of `types`, `dtype` or the base."""
         entry, dtype = self.base.gguf.entries[name], self.types.get(name, self.dtype)
         keeps_points = self.use_data and name.startswith("blk.") and entry.dtype.points is not None
         if (keeps_points and dtype is None) or (self.aware and is_recodable(self.base.gguf, name)):
@@ -86,10 +86,10 @@ class AdapterMerge:
         done: Callable[[TensorInfo, Dtype, float], None] = lambda entry, stored, error: None,
         block: BlockProgress = lambda block, blocks: None,
     ) -> Mapping[str, float]:  # fmt: skip
-        """Write the file; without a `reading`, every value is rounded to the nearest.
+        """Write the file; without `reading`, `data` or matrices to calibrate, every value is rounded to the nearest.
 
         name   the model's name in the metadata
-        data   batches to read, as many as the reading allows
+        data   batches of tokens, of which the first are read, as many as `reading` allows
         done   called for each matrix rounded to the nearest;  block  called for each finished block
         Returns the relative errors of the calibrated matrices, see `calibrate`.
         """

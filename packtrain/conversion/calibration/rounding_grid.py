@@ -82,7 +82,7 @@ def grid_of(rows: np.ndarray) -> RowGrid:
 
 
 def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
-    """Write u8 codes (R, width), values' numbers in the grid, into the bit fields of quantized rows, in place."""
+    """Write codes, u8 (R, columns), into the bit fields of quantized rows (R, blocks), in place; scales stay."""
     dtype, layout, raw_bytes = _row_layout(rows)
     codes = codes.reshape(*raw_bytes.shape[:2], dtype.block)
     if layout.num_codes > MIN_BYTE_LEVELS:

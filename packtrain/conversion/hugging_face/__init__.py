@@ -66,8 +66,8 @@ def convert(
 
 
 def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
-    """Raise InputError, which names `path`, unless packtrain opens the file at `part_path` (which will be moved to
-    `path`) and computes finite logits with it, or if it is an adapter, with its `base` and it."""
+    """Raise InputError, which names `path`, unless packtrain opens the file at `part_path`, to be moved to `path`, and
+    computes finite logits with the file: a model, or with `base` an adapter of that model."""
     try:
         model = open_model(base or part_path)
         model = adapted(model, read_scaled((f"{part_path}:1",), model.gguf)) if base else model
@@ -86,7 +86,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _stored_type(tensor: ConvertedTensor, dtype: Dtype) -> Dtype:
-    """Return a tensor's stored type: `dtype`, but f32 for vectors, and f16 for rows that do not fill its blocks."""
+    """Return the type to write: `dtype`; f32 for vectors and ALWAYS_F32, f16 for unfilled blocks, MXFP4 as it is."""
     if isinstance(tensor, MXFP4Tensor):
         return MXFP4
     is_matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")

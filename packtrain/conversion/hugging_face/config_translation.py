@@ -201,7 +201,7 @@ RAMP_ENDS_ROUNDED = (
 def _yarn_keys(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, keys: Keys, family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
-    """Return YaRN as (GGUF keys, {}), or as (key, {tensor: divisors of frequencies}) if keys cannot say its ramp."""
+    """Return YaRN as (GGUF keys, {}), or (key, {tensor: frequency divisors}) if no keys say its ramp. InputError."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
     if not original.is_integer() or original < 2 * math.pi:  # YaRN's ramp would end below 0

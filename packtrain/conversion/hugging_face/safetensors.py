@@ -48,7 +48,7 @@ class SafetensorsTensor:
         return READABLE_TYPES[self.kind]
 
     def byte_array(self) -> np.ndarray:
-        """Map a tensor of bytes."""
+        """Map a tensor of type U8. Raises InputError for another type."""
         if self.kind != "U8":
             raise InputError(f"{self.path}: {self.name} is of type {self.kind}; it must be U8")
         return np.ndarray(self.shape, np.uint8, self.data, self.data_start)
@@ -92,7 +92,7 @@ def open_tensors(folder: Path) -> dict[str, SafetensorsTensor]:
 
 
 def _missing_message(path: Path) -> str:
-    """Return why a file is missing: which files its folder has instead."""
+    """Return an error's text for a missing file: which files its folder has instead, and what to do."""
     shards, pickled = (
         sorted(n for e in suffixes for n in path.parent.glob(f"*{e}")) for suffixes in FILE_SUFFIXES
     )

@@ -127,7 +127,7 @@ class MXFP4Tensor(ConvertedTensor):
 
 
 def order(spans: arch.RowSpans) -> np.ndarray:
-    """Return all numbers in these spans, each (first, end), one span after the other."""
+    """Return all numbers in these spans (first, end), the end excluded, one span after the other."""
     return np.concatenate([np.arange(span_start, span_end) for span_start, span_end in spans])
 
 
@@ -164,7 +164,7 @@ class _Sources:
                 self.tensors[name if has_prefix else prefix + name] = stored_tensor
 
     def take(self, name: str, shape: Shape, *, flat: bool = False) -> SafetensorsTensor:
-        """Remove and return tensor `name` of this shape (`flat`: stored with one axis). Raises InputError without."""
+        """Remove and return tensor `name`, in this shape (`flat`: stored with one axis). InputError if none fits."""
         stored_tensor = self.tensors.pop(name, None)
         if stored_tensor is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")
@@ -238,7 +238,7 @@ def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Confi
 
 
 def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
-    """Return tensor `name` outside blocks, the checkpoint's `key`; per-block embeddings may lack image, sound rows."""
+    """Return tensor `name` outside blocks from the checkpoint's `key`; rows of per-block embeddings may be missing."""
     if "{}" in key:
         return _stack_tensors(sources, key, name, shape)
     stored = sources.tensors.get(key)
@@ -377,6 +377,6 @@ def _stack_tensors(sources: _Sources, key: str, name: str, shape: Shape) -> Conv
 
 
 def turned_heads(config: Config, family: arch.Family) -> dict[str, int]:
-    """Return {matrix: heads} of those whose rows GGUF files permute, as checkpoints pair a head's halves for rope."""
+    """Return {matrix, such as attn_q: its heads} of matrices whose rows GGUF files permute by `pair_halves`."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

@@ -234,7 +234,7 @@ def _read_byte_steps(
 
 
 def _split_pattern(path: Path, step: Step) -> str:
-    """Return the regex by which a pre-tokenizer step of file `path` splits, "" for none, else its type. InputError."""
+    """Return the regex by which a pre-tokenizer step splits, "" for none, or its type if unknown. Raises InputError."""
     step_kind = step["type"]
     if step_kind == "ByteLevel":
         return GPT_2_STEP if step.get("use_regex", True) is not False else ""
@@ -247,7 +247,7 @@ def _split_pattern(path: Path, step: Step) -> str:
 
 
 def _check_made(path: Path, fast: Step, steps: TokenizerSteps, merges_differ: bool) -> None:
-    """Raise InputError for tokens that merges cannot build, if file and GGUF look up words differently."""
+    """If `merges_differ` (file and GGUF ignore merges differently), raise InputError for tokens no merges build."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
     added_texts = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
     for text in set(fast["model"]["vocab"]) - added_texts - {*BYTE_NAMES} if merges_differ else ():

@@ -61,7 +61,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 def check_unread(hf_config: HFConfig, has_windows: bool) -> int:
     """Raise InputError for a key that may change the computation and that the conversion has not read. Returns the
-    window that the file does not store; 0: there is none. `has_windows`: so has the class, by default."""
+    window, in tokens, that the file does not store, or 0. `has_windows`: the model's class has windows by default."""
     max_context = 0 if WINDOW in hf_config.read_keys else hf_config.effective_window(has_windows)
     for key, value in hf_config.unread_values():
         is_rope_key = key.startswith(tuple(f"{rope}." for rope in ROPE_KEYS))

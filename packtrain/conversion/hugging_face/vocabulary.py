@@ -73,7 +73,7 @@ def vocabulary_metadata(
 
 
 def _space_prefix(table: "_VocabularyFiles", family: Family) -> bool | None:
-    """Return GGUF's add_space_prefix: whether tokenizers put a space before a text; None if the key is not needed."""
+    """Return GGUF's add_space_prefix: whether a space is put before a text; None: no key. Raises InputError."""
     flag_value = table.about.get("add_prefix_space")
     by_family = family.space_prefix
     steps = table.steps
@@ -119,7 +119,7 @@ class _VocabularyFiles:
         self.strip_flags: list[tuple[str, int, str]] = []
 
     def put(self, file: str, id: Any, text: Any, kind: int, score: float = ADDED_SCORE) -> None:
-        """Store token `id` with its text, kind and score. Raises InputError, which names `file`."""
+        """Store token `id` with its text, type (`kind`) and score. InputError names `file` for a bad id or text."""
         if type(id) is not int or not isinstance(text, str) or not 0 <= id < len(self.tokens):
             raise InputError(
                 f"{self.folder / file}: token {id!r}: {str(text)[:40]!r} must be a text with an id from 0 to"
@@ -141,7 +141,7 @@ class _VocabularyFiles:
             self.tokens[id] = text.replace(SPACE, " ").encode()
 
     def put_config_tokens(self, notes: list[str]) -> None:
-        """Store the tokens that tokenizer_config.json adds or makes special; adds those without an id to `notes`."""
+        """Store tokens that tokenizer_config.json adds or makes special; notes others. InputError if files differ."""
         file, about, has_pieces = "tokenizer_config.json", self.about, self.piece_model is not None
         listed = {t.get("id"): t for t in map(as_object, as_list(self.fast.get("added_tokens")))}
         added_ids, ids = _optional(self.folder / "added_tokens.json"), self.ids
@@ -176,7 +176,7 @@ class _VocabularyFiles:
             notes.append(f"{fact}, and not in a GGUF")
 
     def check_strips(self, tokenizer: Tokenizer) -> None:
-        """Refuse tokens that take the whitespace beside them, except those that readers of GGUF know to do so."""
+        """Raise InputError for tokens that take whitespace beside them, except those for which `tokenizer` does."""
         known_ids = {"lstrip": tokenizer.lstrip_ids, "rstrip": tokenizer.rstrip_ids}
         for file_name, id, flag in self.strip_flags:
             if id not in known_ids.get(flag, ()):
@@ -281,7 +281,7 @@ def _text(token: Any) -> str | None:
 def _special_ids(
     checkpoint: CheckpointFolder, table: _VocabularyFiles, family: Family
 ) -> dict[str, MetadataValue]:
-    """Return the ids of bos, eos and so on: by text in the tokenizer's config, by id in the model's, or by family."""
+    """Return the ids of bos, eos, …: by text in the tokenizer's config, else the model's, the family's, the pieces'."""
     values_by_key = {}
     for name, key in SPECIAL_NAMES.items():
         config_id = checkpoint.config.get(f"{name}_token_id")
@@ -343,7 +343,7 @@ def _bos_eos_flags(
 
 
 def _around(table: _VocabularyFiles, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return (special tokens that a step of the post-processor puts before a text, those after it)."""
+    """Return (special tokens that a post-processor's step puts before a text, those after). Raises InputError."""
     if step["type"] not in ("ByteLevel", "TemplateProcessing"):
         fact = f"{table.path}: post_processor is {step['type']}"
         raise InputError(fact, "it must be TemplateProcessing")

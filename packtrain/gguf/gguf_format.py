@@ -50,7 +50,7 @@ def alignment_of(metadata: Mapping[str, MetadataValue]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor in a file: shape in NumPy order, offset and number of its bytes, and its part of a split file."""
+    """A tensor in a file: shape in NumPy order, offset and number of bytes, index of its part of a split file."""
 
     name: str
     shape: tuple[int, ...]

@@ -53,7 +53,7 @@ def write_gguf(
 
     tensors             arrays of f16, f32, f64, i8, i16, i32, i64 or blocks (see dtypes); or DeferredTensors
     max_pending_nbytes  bytes of finished parts that may wait to be written; 0: one part, while the next one is made
-    check               called with the whole file before it gets its name; if it raises, no file remains
+    check               called with the complete file's temporary path; if it raises, that file is removed
     Raises GGUFError for names or values the format cannot store, OSError if writing fails; an existing file then stays.
     """
     with atomic_file(path, check) as file:
@@ -140,7 +140,7 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbyt
 
 
 def _written_nbytes(written: int | BaseException | None) -> int:
-    """Return the bytes of a piece that the writing thread reports as written; raise the error that it reports."""
+    """Return the bytes of a piece that the writing thread reports as written, 0 for None; raise a reported error."""
     if isinstance(written, BaseException):
         raise written
     return written or 0

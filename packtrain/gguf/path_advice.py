@@ -51,7 +51,7 @@ def _hugging_face_advice(repository: str, name: str, file: str | None) -> str:
 
 
 def _ollama_advice(text: str, host: str | None, owner: str | None, name: str, tag: str) -> str:
-    """Return the path of Ollama's file for a name, read from its manifest, or how to find the path."""
+    """Return advice for Ollama's name `text`: its GGUF file's path, by the manifest, or how to find the path."""
     for folder in map(Path, map(os.path.expanduser, map(os.path.expandvars, OLLAMA_FOLDERS))):
         manifest = folder / "manifests" / (host or "registry.ollama.ai") / (owner or "library")
         try:

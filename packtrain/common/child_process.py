@@ -28,7 +28,7 @@ def variables() -> dict[str, str]:
 def run_in_child(
     on_delay: Callable[[], None], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Call a function of this package in a child and return its result; calls `on_delay` after DELAY_SECONDS. Raises
+    """Call a function of this package in a child, return its result; calls `on_delay` if it takes DELAY_SECONDS. Raises
     RuntimeError with the last line of the child's stderr if the function raises."""
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "packtrain.common.child_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -67,7 +67,7 @@ class Events:
     def training(
         self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
     ) -> Iterator[None]:
-        """Enclose the training steps, reported inside this block: a line for every `report_every` of `steps`."""
+        """Enclose `steps` of training, each `report_every`-th reported as a line, and its planned private memory."""
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:

@@ -167,7 +167,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_writable(path: str | Path | None, field: str) -> None:
-    """Raise InputError, which names the setting `field`, if no file can be written at `path`: before work is lost."""
+    """Raise InputError on setting `field` if `path`, unless None, is not writable; removes its old temporary files."""
     if path is None:
         return
     path = Path(path)
@@ -252,7 +252,7 @@ def read_text(path: Path, field: str) -> str:
 
 @contextmanager
 def file_lock(path: Path, description: str) -> Iterator[None]:
-    """Lock `path` against other processes while the block runs. Raises InputError if another process holds it."""
+    """Lock `path` while the block runs; InputError says that `description` is in use if another process holds it."""
     with open(path, "wb") as file:
         if fcntl is not None and not _try_lock(file, fcntl.LOCK_EX):
             time.sleep(0.05)  # is_locked holds a lock for microseconds

@@ -38,7 +38,7 @@ class MappedFile(mmap.mmap):
         return self
 
     def byte_range(self, array: np.ndarray) -> tuple[int, int]:
-        """Return at which offsets of this file a dense array over it begins and ends."""
+        """Return (start, end), in bytes of this file, of a dense array over the file."""
         start = array.ctypes.data - np.frombuffer(self, np.uint8).ctypes.data
         return start, start + array.nbytes
 
@@ -83,7 +83,7 @@ class PageBudget:
     """The process's limit on pages of mapped files in memory, and what it is spent on.
 
     nbytes    most bytes in memory
-    resident  bytes by range (file, start, stop) that may be in memory when `user` has run
+    resident  bytes by range (file, start, stop) that may be in memory; `user`: page window that last ran to its end
     files     files whose pages come and go as the budget says
     rows      bytes by range of rows and experts that were looked up and stay, the latest last
     """
@@ -95,7 +95,7 @@ class PageBudget:
     user: object = None
 
     def admit(self, file: MappedFile) -> None:
-        """Let the pages of a file come and go as the budget says, from none on. Raises DoesNotFit if they stay."""
+        """Give back all pages of a file, which the budget limits from now on. Raises DoesNotFit if they stay."""
         if file not in self.files:
             file.release_all()
             self.files.add(file)
@@ -147,7 +147,7 @@ def pages_within(
 
     needed_nbytes  returns the private bytes that will be allocated
     page_nbytes    least bytes of pages; 0: known when graphs are bound
-    shared         the budget of what else keeps to this limit, for which it was made
+    shared         an existing budget, made for this limit, whose room is used instead of a new one
     Raises DoesNotFit, which names a size that would do, if one call reads more than that.
     """
     if resident is None:
@@ -167,7 +167,7 @@ def pages_within(
 
 @contextmanager
 def passing_pages(array: np.ndarray) -> Iterator[None]:
-    """`with passing_pages(array):` asks for an array's pages, and gives back those that no window keeps in memory.
+    """`with passing_pages(array):` asks for an array's pages, and gives them back afterwards unless they are resident.
     Nothing happens where pages are not limited, or if the array is no view of a file."""
     budget, file = page_budget.get(), mapped_file(array)
     if budget is None or file is None:

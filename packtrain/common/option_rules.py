@@ -25,7 +25,7 @@ NO_FACTS: Mapping[str, bool] = {}
 def check_rules(settings: Any, facts: Mapping[str, bool] = NO_FACTS) -> None:
     """Raise InputError for a changed setting that one of its rules refuses.
 
-    facts  values of conditions that are no settings; those of other facts are not checked
+    facts  values of conditions that are no settings; a rule with a condition that is unknown is not checked
     """
     changed = _changed_values(settings)
     for name, condition, reason, is_required in rules(type(settings)):
@@ -81,7 +81,7 @@ def _refusal(name: str, value: Any, reason: str) -> InputError:
 
 
 def rules(cls: type) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield the rules of a settings class: setting, condition, reason, and whether the condition is required."""
+    """Yield the rules of a settings class: (setting, condition, reason, True if required, False if excluded)."""
     for field in fields(cls):
         for kind in ("requires", "conflicts"):
             conditions = field.metadata.get(kind, "")

@@ -54,7 +54,7 @@ def option(
 ) -> Any:  # fmt: skip
     """Declare a setting with a default.
 
-    flags                 aliases
+    flags                 further flags of the setting, separated by spaces
     min_value, max_value  bounds of a number
     group                 heading in the help, one of GROUPS
     metavar               placeholder for the value
@@ -100,7 +100,7 @@ def option_fields(cls: type) -> list["dataclasses.Field[Any]"]:
 
 
 def resumable_names(cls: type, *kinds: bool | str) -> frozenset[str]:
-    """Return the settings that a resumed run may change; with `kinds`, those that it may on one of these conditions."""
+    """Return the settings whose `resumable` is one of `kinds`: by default those that any resumed run may change."""
     kind_by_name = {field.name: field.metadata.get("resumable", False) for field in _fields(cls)}
     accepted_kinds = kinds or (True, ON_ALL_RANKS)
     return frozenset(name for name, kind in kind_by_name.items() if kind in accepted_kinds)
@@ -207,7 +207,7 @@ def from_flags(cls: type[T], namespace: argparse.Namespace) -> T:
 
 
 def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
-    """Build settings from plain values, each checked against its field's type, choices and bounds."""
+    """Check plain values and build settings of them. InputError names the file `source`, or for None a keyword."""
     named_values = _by_setting(cls, values, f"{source}: " if source else "")
     return _complete(cls, check_values(cls, named_values, source), source and "")
 
@@ -221,7 +221,7 @@ def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") 
 
 
 def check_values(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
-    """Convert values to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
+    """Convert values to their fields' types. InputError names the file `source`, a flag (""), or a keyword (None)."""
     hints = _type_hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
 

@@ -155,7 +155,7 @@ class BeamSearch:
         return placed_beams
 
     def _stop_reason(self, active_beams: list[Beam]) -> str:
-        """Return why the search is over: `found`, or what ends all beams that are left; "" if it goes on."""
+        """Return why the search is over: "found", or GenerationLimits' reason to end all beams; "" if it goes on."""
         if not active_beams:
             return "found"
         length = len(active_beams[0].ids)

@@ -37,7 +37,7 @@ def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
 
 
 def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
-    """Return a vector over its norm: 1 taxicab, 2 Euclidean, p; 0: with 32760 as its largest value; -1: as it is."""
+    """Divide a vector by its norm (1 taxicab, 2 Euclidean, p); 0: to a largest magnitude of 32760; -1: not at all."""
     if norm < 0:
         return vector
     magnitudes = np.abs(vector.astype(np.float64))
@@ -51,12 +51,12 @@ def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
 
 
 def context_dimensions(lengths: Sequence[int]) -> tuple[int, int]:
-    """Return how many cells and sequences a context needs to embed texts of these lengths, in tokens."""
+    """Return (cells, sequences) of a context that embeds texts of these lengths, in tokens, in batches."""
     return max(*lengths, min(sum(lengths), MAX_BATCH_TOKENS)), min(len(lengths), SEQUENCES)
 
 
 def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[range]:
-    """Yield ranges of texts, whose lengths in tokens these are, that one batch's cells and sequences hold, in order."""
+    """Yield ranges of indices of texts, of these lengths in tokens, that fit the cells and sequences of a batch."""
     batch_start = 0
     while batch_start < len(lengths):
         end, used = batch_start + 1, lengths[batch_start]
@@ -81,7 +81,7 @@ def check_texts(texts: Sequence[Sequence[int]], max_tokens: int) -> None:
 def embed_texts(
     context: Context, texts: Sequence[Sequence[int]], pooling: str
 ) -> Iterator[np.ndarray]:
-    """Yield each text's vector (C,), with pooling none (T, C); needs a `hidden` context with `context_dimensions`."""
+    """Yield each text's vector (C,), or (T, C) for "none"; `context`: hidden, of `context_dimensions`. InputError."""
     lengths = [len(ids) for ids in texts]
     for batch in batches(lengths, context.cache.num_cells, context.pools.sequences):
         tokens = [id for i in batch for id in texts[i]]

@@ -70,7 +70,7 @@ class Generator:
         self.context.remove(self.seq, since)
 
     def tokens_to_feed(self, text: Sequence[int]) -> Sequence[int]:
-        """Return the tokens to feed to go on with a cached text: the last, or more where cells or a state are gone."""
+        """Return the tokens of `text` to feed next: the last, or more where the cache has lost cells or a state."""
         return text[-1:] if self.context.pools.is_complete(self.seq) else self.reuse_prefix(text)
 
     def reuse_prefix(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -134,8 +134,8 @@ class GenerationLimits:
     loop_tokens: int = 0
 
     def end_reason(self, ids: Sequence[int], is_chain_over: bool, is_full: bool) -> str:
-        """Return why a reply with these tokens ends now, such as "count", or "" if it goes on; `is_chain_over`: its
-        grammar allows no more tokens; `is_full`: the context has no room for more."""
+        """Return why a reply with these tokens ends now: interrupted, end, count, context or loop, or "" if it goes on.
+        `is_chain_over`: its grammar allows no more tokens; `is_full`: the context has no room for more."""
         if self.is_interrupted():
             return "interrupted"
         if is_chain_over:
@@ -240,7 +240,7 @@ class Reply:
             pending_tokens = left or self._generator.tokens_to_feed((*self.prompt, *self.ids))
 
     def _propose_draft(self) -> list[int]:
-        """Return tokens that the drafter guesses to come next; one run checks them."""
+        """Return tokens that the drafter guesses to come next, counted in `drafted`; [] without a drafter or room."""
         max_draft = min(self._draft_max, self._num_free_tokens - 1)
         if self._limits.max_tokens >= 0:
             max_draft = min(max_draft, self._limits.max_tokens - len(self.ids) - 1)

@@ -42,7 +42,7 @@ class NgramDrafter:
 class ModelDrafter:
     """Guesses the likeliest next tokens of another model, while each has a probability of at least `min_probability`.
 
-    num_shared_ids  ids below this are the same tokens in both models
+    num_shared_ids  ids below this are the same tokens in both models; a text with others gets no guesses
     """
 
     generator: Generator

@@ -70,7 +70,7 @@ class _GbnfParser:
                     self.fail(f"rule {rule_name} can begin with itself", node.offset)
 
     def check_depth(self, rules: GrammarRules) -> None:
-        """Fail if more than MAX_RULE_CHAIN rules refer to one another in a chain: llguidance recurses along it."""
+        """Raise InputError for a chain of over MAX_RULE_CHAIN references to rules: llguidance recurses along it."""
         seen_rules, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
         while path:
             name = next((name for name in path[-1] if name.rule_name not in seen_rules), None)

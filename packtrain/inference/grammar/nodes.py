@@ -110,7 +110,7 @@ def rule_heads(rules: GrammarRules) -> "dict[str, Heads]":
 
 
 def node_heads(node: Node, heads: "dict[str, Heads]") -> Heads:
-    """Return the leaves with which a node's texts can begin, and whether one is empty; `heads`: those of rules."""
+    """Return (leaves with which a node's texts can begin, whether a text can be empty); `heads`: these by rule."""
     if isinstance(node, RuleReference):
         rule_leaves, is_nullable = heads[node.rule_name]
         return rule_leaves | {node}, is_nullable

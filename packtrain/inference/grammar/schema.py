@@ -265,7 +265,7 @@ class _SchemaCloser:
         return self.closed(part)
 
     def _closure(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a schema that closes an object to names outside its parts, unless a part allows them; {}: leave it."""
+        """Return what closes an object to names that none of its parts has or allows; {}: nothing. InputError."""
         additional = [p["additionalProperties"] for p in parts if "additionalProperties" in p]
         is_open = additional or any(p.get("unevaluatedProperties") for p in parts)
         closing_keywords = {"properties", "patternProperties", *(() if is_open else (UNEVALUATED,))}

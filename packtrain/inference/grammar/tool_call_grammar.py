@@ -36,7 +36,7 @@ class ToolCallRules:
         return [x for x in (*text_parts, text[at:]) if isinstance(x, int) or x.strip()]
 
     def text(self, text: str | Sequence[str | int], is_first: bool = False) -> str:
-        """Return a rule that reads a text, or its parts, with white space around them; none before if `is_first`."""
+        """Return symbols that read a text, or its `split_tokens`, and white space around; none before if `is_first`."""
         parts = self.split_tokens(text) if isinstance(text, str) else text
         symbols = (
             f"<[{x}]>" if isinstance(x, int) else f" {SPACE} ".join(map(self._word_rule, x.split())) for x in parts
@@ -56,7 +56,7 @@ class ToolCallRules:
         return self._add_rule("", f"%json {guidance_schema(schema)}")
 
     def free_text_rule(self, stop_text: str) -> str:
-        """Return a rule that reads any text up to and with `stop_text`."""
+        """Add rules, and return the symbols that read any text up to and with `stop_text`."""
         stop_parts = self.split_tokens(stop_text)
         if stop_parts and isinstance(stop_parts[0], int):
             return f"{self._add_rule('', ANY_TEXT_RULE)} {self.text(stop_parts)}"
@@ -65,7 +65,7 @@ class ToolCallRules:
         return f"{stop_rule} {self.text(other_parts)}"
 
     def bare_object_rule(self, quote: str) -> str:
-        """Return the name of a rule for objects with unquoted keys, and strings between `quote`, as in llama.cpp."""
+        """Add a rule once, for objects with unquoted keys and strings in `quote`, as in llama.cpp; return its name."""
         if not any(rule.startswith("bare:") for rule in self._rules):
             string_rule = f"{self.text(quote, True)} {self.free_text_rule(quote)}"
             scalar_pattern = (
@@ -83,7 +83,7 @@ class ToolCallRules:
         return rule_name
 
     def build_grammar(self, start_rule: str, otherwise: str = "") -> str:
-        """Return the grammar for Lark: `start_rule`, or a document of JSON schema `otherwise`. Raises InputError."""
+        """Return the Lark grammar of `start_rule`, or of it and a document of JSON schema `otherwise`. InputError."""
         if otherwise:
             start_rule = f"{start_rule} | {self.document(parse_schema(otherwise))}"
         return f"{LARK_HEADER}start: {start_rule}\n{''.join(self._rules)}"

@@ -61,7 +61,7 @@ def table(tokenizer: Tokenizer) -> Any:
 
 
 class DigitTokens(NamedTuple):
-    """Tokens that begin with digits, their digits up to the first other character, and whether all are zeros."""
+    """Tokens that begin with digits, how many, whether all zeros; ids that begin with x; ids that end with a digit."""
 
     ids: np.ndarray
     counts: np.ndarray

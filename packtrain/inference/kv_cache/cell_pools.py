@@ -69,12 +69,12 @@ class CellPools:
     window          tokens of that window
     tokens          (cells,)  i32  the token at each cell
     learned         positions that the model has learned; 0: it computes with any position
-    width           width of its convolutions; 0: it has none
+    width           width of the model's convolutions; 0: it has none
     has_plain_ring  only convolutions read the ring
     num_states      number of states of scans
     is_ring_only    all blocks use the ring
     llama.cpp keeps only the last inputs of a short convolution, which cannot go back. As cells of the ring they cost 34
-    tokens per sequence, and copies, checkpoints and states need no rule of their own.
+    tokens per sequence, and copies and saved states need no rule of their own.
     """
 
     cells: int
@@ -118,7 +118,7 @@ class CellPools:
 
     @property
     def checkpoint_spacing(self) -> int:
-        """Default number of tokens between two checkpoints of a sequence."""
+        """Default number of tokens between two saved states of a sequence."""
         return max(self.window, CHECKPOINT_SPACING if self.num_states else 0)
 
     def check_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
@@ -130,7 +130,7 @@ class CellPools:
     # ---- taking cells
 
     def place_tokens(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> PlacedTokens:
-        """Take cells for the next tokens, and return these; sets: the sequences of each token. Raises CacheFull."""
+        """Take cells for the next tokens; return the placed tokens. sets: sequences by token. Raises CacheFull."""
         seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
         token_positions = self.next_positions(sets)
         cells_by_pool = {"cell_": self.all.find_free_cells(seqs)}
@@ -180,7 +180,7 @@ class CellPools:
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
-        """Return the first of idle_seqs to drop so that each of `seqs` (one a token) gets a cell. Raises CacheFull."""
+        """Return the first idle_seqs, as many as must go for `seqs`, one for each token, to get cells. CacheFull."""
         for num_purged in range(len(idle_seqs) + 1):
             try:
                 self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))
@@ -280,7 +280,7 @@ class CellPools:
     ) -> dict[str, CellMove]:
         """Change positions of a sequence from `since` on, below `until`, to pos // divisor + by, dropping those below
         0; returns moves of cells that the caller must run, by pool. Cells that other sequences have, too, are copied
-        first. The run of the moves also rotates keys."""
+        first. The run of the moves also rotates keys. Raises ContextError, and CacheFull for such copies."""
         at_least(-MAX_POSITION, by=by)
         at_least(1, divisor=divisor)
         if max(self.all.next(seq) + by, by, divisor) > MAX_POSITION:

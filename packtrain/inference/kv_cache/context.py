@@ -44,8 +44,8 @@ class Context:
     parts        each sequence has its own equal part of the cells, instead of all sharing all
     longest      tokens of one sequence; 0: all cells, or those of its part
     swa_full     blocks with a sliding window keep all cells, not only those of the window
-    checkpoints  saved states of each sequence's window, from which a text can go back without being read again
-    spacing      tokens between checkpoints; 0: the window
+    checkpoints  most saved states of each sequence (window, scans), to which it can go back without being read again
+    spacing      tokens between saved states; 0: the window, or with scan states a default if that is larger
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
     has_hidden_states   `choices` can return hidden states of any tokens, and `head_logits` logits from them
     memory       limit of this process, 1 << 30 or "1GiB"; DoesNotFit names what fits
@@ -100,7 +100,7 @@ class Context:
         """Create a context in a session that others use, too, as a training run's, from executors of `place_runs`.
 
         parts        each sequence has cells of its own
-        checkpoints  how many saved windows and scan states to keep
+        checkpoints  most saved states (window, scans) of each sequence
         """
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
@@ -128,7 +128,7 @@ class Context:
         """Read the next tokens of sequences; returns logits (len(wanted), V), or hidden values (len(wanted), C).
 
         seqs    the sequence of all tokens, or of each: a number, or several that share it
-        wanted  places in `tokens`, ascending; default: the last token of each sequence
+        wanted  indices in `tokens` of tokens with results, ascending; default: the last token of each sequence
         stop    called between ops; if true, Stopped is raised, and tokens of runs before stay
 
         Raises CacheFull and ContextError; nothing has changed then.
@@ -145,7 +145,7 @@ class Context:
         """Read the next tokens; returns for each wanted row what `chain.choose` takes: logits, candidates or a token.
 
         chains  one for each wanted row; rows of one chain are consecutive tokens of its text
-        hidden_states  by place in `tokens`, values before the last norm (C,), filled in here; see `results.head_logits`
+        hidden_states  its keys, indices in `tokens`, get values before the last norm (C,); see `results.head_logits`
         """
         return self._run_tokens(tokens, seqs, wanted, stop, chains, hidden_states)
 
@@ -285,7 +285,7 @@ class Context:
         self._idle_seqs[seq] = None
 
     def reuse(self, seq: int, tokens: Sequence[int]) -> int:
-        """Drop all of a sequence but its longest prefix of a text; returns that prefix's length, < len(tokens)."""
+        """Keep of a sequence only the longest prefix of `tokens` that can go on; returns its length, < len(tokens)."""
         self.pools.check_positions(seq)
         num_common, cached_tokens = 0, self.tokens(seq)
         positions = self.pools.all.pos[self.pools.all.of(seq)]
@@ -352,7 +352,7 @@ class Context:
             raise ContextError(f"{path}: {error}") from None
 
     def _save_checkpoint(self, piece: PlacedTokens, rows: Sequence[int]) -> None:
-        """Save windows and scan states of sequences whose next checkpoint is due, or whose prompt goes on after this
+        """Save windows and scan states of sequences whose next saved state is due, or whose prompt goes on after this
         run; `rows`: indices of its tokens with results."""
         if (self.pools.ring_cells or self.pools.num_states) and self._checkpoints.max_checkpoints:
             for seq in piece.seqs:
@@ -363,7 +363,7 @@ class Context:
                     self._checkpoints.add_state(seq, self.next(seq), saved_sequences)
 
     def _restore_window(self, seq: int) -> int:
-        """Take a sequence back to its last saved window and state, or to nothing; returns its number of tokens."""
+        """Take a sequence back to its latest state, in the cache or saved, or empty it; returns the tokens left."""
         checkpoint = self._checkpoints.latest_state(seq, self.next(seq))
         states = self.pools.pools.get(cell_pools.STATE)
         num_retained = states.next(seq) if states else 0

@@ -38,7 +38,7 @@ class RunSizes:
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Choose sizes of runs: `prompts`, and powers of two for up to `rows` answers; rows 0: a result a token."""
+        """Choose sizes of runs: `prompts`, and powers of two up to `rows` results; rows 0: a result for each token."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
@@ -80,7 +80,7 @@ class RunSizes:
 
 
 def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
-    """Return where runs end shortly before prompts end, to save scan states. Arguments as in RunSizes.parts."""
+    """Return indices of tokens, shortly before prompts end, where runs end to save scan states; see RunSizes.parts."""
     tokens_by_seq = dict[int, list[int]]()
     for i, token_seqs in enumerate(sets):
         tokens_by_seq.setdefault(token_seqs[0], []).append(i)

@@ -62,7 +62,7 @@ class CellTable:
         return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~freed == 0)
 
     def find_free_cells(self, seqs: np.ndarray, freed: int = 0) -> np.ndarray:
-        """Return a free cell, i32, for each of `seqs`; cells only of sequences in bit mask `freed` count. CacheFull."""
+        """Return a cell, i32, for each of `seqs`: free, or only of sequences in bit mask `freed`. Raises CacheFull."""
         if self.num_parts == 1:
             return self._first_free_cells(len(seqs), 0, freed)
         cells = np.empty(len(seqs), np.int32)
@@ -133,7 +133,7 @@ class CellTable:
         return {f"{prefix}pos": self.pos, f"{prefix}order": cell_order, f"{prefix}counts": counts}
 
     def before(self, seqs: Sequence[int], new_cells: np.ndarray, lines: np.ndarray) -> np.ndarray:
-        """Return for each new cell the cells (T, width) of the last tokens up to it, for convolutions; -1: none.
+        """Return for each new cell the cells (T, width) of its sequence's last tokens, oldest first; -1: none.
 
         lines  index into `seqs` for each new cell; other values, as of padding, see no cells
         """
@@ -175,7 +175,7 @@ def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dic
 
 
 def pad_inputs(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
-    """Return inputs, i32, padded to `size` tokens, which belong to the last of `lines` lines, see and write nothing."""
+    """Return inputs, i32, padded to `size` tokens; padding is of the last of `lines` lines, sees and writes nothing."""
     padding_values = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
     every = dict[str, np.ndarray]()
     for name, value in inputs.items():

@@ -257,7 +257,7 @@ class StateCheckpoints:
     saved_states: list[tuple[int, int, SavedSequences]] = field(default_factory=list)
 
     def is_due(self, seq: int, position: int) -> bool:
-        """Return whether, at this position, a sequence has read `token_spacing` tokens since its last checkpoint."""
+        """Return whether, at this position, a sequence has read `token_spacing` tokens since its last saved state."""
         last = max((at for owner_seq, at, _ in self.saved_states if owner_seq == seq), default=0)
         return position >= last + self.token_spacing
 
@@ -268,7 +268,7 @@ class StateCheckpoints:
             self.saved_states = [s for s in self.saved_states if s is not states_of_seq[0]]
 
     def latest_state(self, seq: int, position: int) -> tuple[int, SavedSequences] | None:
-        """Return the last checkpoint of a sequence up to a position, with its position; None if none is left."""
+        """Return (position, saved state) of a sequence's last state up to a position; None if none is left."""
         candidates = [
             (at, saved_sequences)
             for owner_seq, at, saved_sequences in self.saved_states

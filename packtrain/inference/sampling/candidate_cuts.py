@@ -26,7 +26,7 @@ class SamplerCut:
 
 
 def token_cut(base: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCut:
-    """Return how far the graph samples token `index` of a text, a chain's cut: `base`, with seed and index to draw."""
+    """Return the cut for token `index` of a text: `base`, with seed and index if it draws; large seeds: candidates."""
     if base.leaves != TOKEN or base.numbers[0] <= 0:  # no draw
         return base
     if seed >= SEEDS:
@@ -35,7 +35,7 @@ def token_cut(base: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCu
 
 
 def base_cut(s: Sampling) -> SamplerCut:
-    """Return how far the graph samples any token with these settings, a chain's cut: as many samplers as it can."""
+    """Return the cut with these settings, not yet for a token: the graph runs as many samplers as it can."""
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
         return SamplerCut()

@@ -17,7 +17,7 @@ Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 def dry_penalty(
     c: Candidates, recent_ids: Sequence[int], breakers: Breakers, multiplier: float, base: float, allowed_length: int,
 ) -> Candidates:  # fmt: skip
-    """Return candidates, less multiplier · base^(length − allowed) for tokens that extend a repetition of `length`."""
+    """Lower logits by multiplier · base^(length − allowed_length) where a token extends a repetition of `length`."""
     if not multiplier or base < 1 or len(recent_ids) <= allowed_length:
         return c
     max_length = _unbroken_length(recent_ids, breakers)
@@ -45,7 +45,7 @@ def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
 
 
 def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int, int]:
-    """Return for each token that followed an earlier copy of the text's end the length of its longest such copy."""
+    """Return {token: length of the longest earlier copy of the text's end that it followed, at most max_length}."""
     lengths_by_id: dict[int, int] = {}
     reversed_ids = np.asarray(recent_ids)[::-1]
     for k, length in enumerate(_z_lengths(reversed_ids)):
@@ -72,8 +72,8 @@ def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
 def find_breakers(
     texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Return {token id: one tuple of ids for each text} of tokens that contain one of `texts`, at which `dry_penalty`
-    ends repetitions, or end with its beginning; the ids complete the text: () if the token has all of it."""
+    """Return {token id: tuples of ids} of tokens that contain one of `texts`, at which `dry_penalty` ends repetitions,
+    or end with a beginning of one; each tuple completes such a text: () if the token has all of it."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:

@@ -61,8 +61,8 @@ class Chain:
         self, sampling: Sampling, seed: int = 0, recent: Iterable[int] = (), breakers: Breakers | None = None,
         constraint: Constraint | None = None, infill_tokens: InfillTokens = (lambda id: b"", ()),
     ) -> None:  # fmt: skip
-        """Create a chain. `infill_tokens`: the text of a token, and ids that end a gap. Raises InputError. recent:
-        tokens before the first one chosen; breakers: of DRY, see `find_breakers`"""
+        """Create a chain, with a copy of `constraint`. recent: tokens before the first one chosen; breakers: of DRY, by
+        `find_breakers`; infill_tokens: (function from id to text, ids that end a gap). Raises InputError."""
         self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling
         self.seed, self.index = seed, 0
@@ -92,7 +92,7 @@ class Chain:
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)
 
     def choose(self, result: SamplerInput) -> int:
-        """Choose the next token; of equal logits the lowest id. Raises InputError if a logit is not finite."""
+        """Choose from logits (of equal ones the lowest id), candidates or a drawn token. InputError if not finite."""
         if isinstance(result, np.ndarray):
             return self._draw_next(self._allowed(result), len(result))
         if isinstance(result, Candidates):

@@ -161,7 +161,7 @@ def tail_free(c: Candidates, z: float) -> Candidates:
 def xtc(
     c: Candidates, probability: float, threshold: float, rng: np.random.Generator
 ) -> Candidates:
-    """With this probability, drop all but the last of the tokens that reach the threshold: "exclude top choices"."""
+    """With this probability, drop tokens of at least `threshold` but the least likely: "exclude top choices"."""
     if probability <= 0 or threshold > 0.5 or len(c.ids) < 2 or rng.random() > probability:
         return c
     c = ranked(c)

@@ -67,7 +67,7 @@ class Events:
     def training(
         self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
     ) -> Iterator[None]:
-        """Enclose `steps` of training, each `report_every`-th reported as a line, and its planned private memory."""
+        """Enclose training, whose `steps` are reported inside, each `report_every`-th as a line; memory in bytes."""
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:

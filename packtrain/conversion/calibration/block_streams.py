@@ -43,7 +43,7 @@ class MatrixInput:
 
 @dataclass(frozen=True, slots=True)
 class InputMoments:
-    """Sums over tokens of a site's input: squares ZᵀZ (n, n), shift (X - Z)ᵀZ (n, n), and the number of tokens."""
+    """Sums over tokens of a site's input: ZᵀZ (n, n), (X - Z)ᵀZ (n, n) or None without X, and how many tokens."""
 
     squares: np.ndarray
     shift: np.ndarray | None

@@ -91,8 +91,8 @@ def best_reading(
     target: Target = CPU, page_nbytes: int = 0,
 ) -> ReadingPlan | None:  # fmt: skip
     """Return the plan that fits `limit` bytes with the most calibration tokens, then the most columns that compensate
-    each other's rounding errors; None if none fits. With `page_nbytes`, a limit on mapped pages, memory and pages
-    together fit the sum of both limits. Other arguments: see reading_plans."""
+    each other's rounding errors; None if none fits. If `limit` is None, any plan fits; with `page_nbytes`, a limit on
+    mapped pages, memory and pages together fit the sum of both limits. Other arguments: see reading_plans."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     if limit is None:
         return next(candidates, None)

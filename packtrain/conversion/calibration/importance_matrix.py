@@ -103,7 +103,7 @@ def measure_importance(
     report_block: BlockProgress = lambda block, blocks: None,
 ) -> ImportanceMatrix:  # fmt: skip
     """Sum the squared inputs of each matrix over all tokens but padding, a group of batches at a time; `source_text`
-    names the data. Inputs that all experts of a stack read, as those of ffn_gate_exps, count for each expert."""
+    names the data. Inputs that all experts read, as those of ffn_gate_exps, count for each. Raises InputError."""
     stored = {n: array for n, array in model.stored().items() if n in model.matrix_dtypes()}
     block_matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
     running_sums, num_blocks = RunningSums(), model.config.block_count

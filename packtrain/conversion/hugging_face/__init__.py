@@ -45,7 +45,7 @@ def convert(
     dtype      type of the matrices, one of TYPES; AUTO takes that of the checkpoint's embedding
     overwrite  whether an existing file may be replaced; files of the checkpoint never are
     report     takes sentences about what readers of the file do otherwise than the checkpoint's code
-    Raises InputError for what cannot be converted, before writing.
+    Raises InputError for what cannot be converted; no file is left, also if weights prove unusable while written.
     """
     check_output(path, "-o", checkpoint_files(folder), overwrite)
     checkpoint = open_checkpoint(folder)

@@ -320,7 +320,7 @@ def _extra_ends(
 def _bos_eos_flags(
     table: _VocabularyFiles, values: Mapping[str, MetadataValue], templates: str, notes: list[str]
 ) -> dict[str, MetadataValue]:
-    """Return add_bos_token, add_eos_token: by the post-processor, else by the tokenizer's config; adds to `notes`."""
+    """Return add_bos_token, add_eos_token: by the post-processor, else the config; adds to `notes`. InputError."""
     post_steps = flatten_steps(table.path, "post_processor", table.fast.get("post_processor"))
     added_texts = [[t for s in post_steps for t in _around(table, s)[at]] for at in (0, 1)]
     flags: dict[str, bool] = {}

@@ -22,7 +22,7 @@ class TemplateError(InputError):
 
 
 def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | None:
-    """Return a GGUF file's chat template, with `tools` preferably the one for tools; None if there is none."""
+    """Return a GGUF file's chat template, with `tools` preferably the one for tools, or None. Raises TemplateError."""
     names = [TEMPLATE_KEY, f"{TEMPLATE_KEY}.default"]
     if tools:
         names.insert(0, f"{TEMPLATE_KEY}.tool_use")
@@ -66,7 +66,7 @@ class ChatTemplate:
         return text
 
     def _exchange_lines(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
-        """Send a line to the child and return its JSON answer; kills the child if it takes too long."""
+        """Send a line to the child, return its JSON answer. Kills the child if that takes too long: TemplateError."""
         assert child.stdin and child.stdout
         timed_out = threading.Event()
 

@@ -234,7 +234,7 @@ class SampleBuilder:
             yield MaskedSample(window, [1] * len(window))
 
     def _pair_samples(self, record: AnswerPair) -> Iterator[MaskedSample]:
-        """Yield the samples of both answers, chosen first, if both have trained tokens."""
+        """Yield the samples of both answers, chosen first, if both have trained tokens and differ; else counts a note."""
         conversations = (record.chosen, record.rejected)
         # the last sample, if the template needs several; none if the answer is left out
         answers = [s for c in conversations for s in [*self._conversation_samples(c)][-1:]]

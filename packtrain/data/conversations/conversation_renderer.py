@@ -354,7 +354,7 @@ def _join_reply(
     The trained reply must follow the prompt as the model will see it, for example with the system message in the last
     question. If the prompt opens a reasoning block that is dropped from the answer, the answered text is used, and
     `probe_text`, with the probe as its reply, tells where replies begin. A tool call, which may have another beginning,
-    begins where the text differs from the prompt.
+    begins where the text differs from the prompt. Raises InputError if the reply cannot be told from the prompt.
     """
     question_start = prompt.rfind(question_text) if question_text else -1
     prompt_end = prompt[question_start:]

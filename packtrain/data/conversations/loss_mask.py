@@ -77,7 +77,7 @@ class LossMasker:
         return MaskedSample(ids, weights.tolist())
 
     def encode_text(self, pieces: Iterable[str], parse_special: bool) -> Iterator[list[int]]:
-        """Yield the ids of a text in chunks, with BOS if the model's file asks for it, and an end token. With
+        """Yield the ids of a text in chunks, with BOS if the model's file asks for it, and EOS if no EOG ends it. With
         `parse_special`, text that spells a control token becomes that token."""
         tokenizer = self.tokenizer
         bos_ids = [] if self.bos_id is None else [self.bos_id]

@@ -173,7 +173,7 @@ def new_message(role: str, content: Any, at: str, allow_empty: bool = False) -> 
 
 
 def _content_text(content: Any, at: str) -> str:
-    """Return the text of a message's content, which may be a list of parts."""
+    """Return the text of a message's content, a text or a list of text parts. Raises InputError, at `at`."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
@@ -188,7 +188,7 @@ def _content_text(content: Any, at: str) -> str:
 
 
 def _call(call: Any, at: str) -> Message:
-    """Return a tool call in the form that templates take, with its arguments as an object."""
+    """Return a tool call in templates' form, with its arguments as an object. Raises InputError, at `at`."""
     call = check_object(call, f"{at}: tool_calls")
     # values may stand beside the function, too
     function = {**call, **check_object(call.get("function", call), f"{at}: function")}

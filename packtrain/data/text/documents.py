@@ -223,7 +223,7 @@ def valid_text(text: Any, location: str, example: str) -> str:
 def split_documents(
     chunks: Iterable[str], separator: str | None, keep_separators: bool = False
 ) -> Iterator[TextPiece]:
-    """Split a text into documents, without separators and line breaks next to them unless `keep_separators`."""
+    """Split a text into documents; drops separators, and line breaks beside them, unless `keep_separators`."""
     separator = separator and re.sub("\r\n?", "\n", separator)  # line ends as in the text
     pattern = _separator_pattern(separator, keep_separators)
     max_match_length = len(END_OF_TEXT if separator is None else separator) + 2
@@ -286,8 +286,8 @@ def survey(pieces: Iterable[TextPiece]) -> TextSurvey:
 def assign_splits(
     pieces: Iterable[TextPiece], survey_result: TextSurvey, val_split: float
 ) -> Iterator[TextPiece]:
-    """Assign pieces to training or validation: every k-th document, k = 1 / val_split, or the end of a text with few
-    documents. Without val_split, pieces without a split are for training."""
+    """Yield pieces with a split: for validation is every k-th document, k = 1 / val_split, or of few documents the end
+    of the text. If val_split is 0, pieces keep their split; those without are for training."""
     interval = round(1 / val_split) if val_split else 0
     if not interval:
         return (replace(piece, split=piece.split or TRAIN) for piece in pieces)

@@ -235,7 +235,7 @@ class Tokenizer:
     # ---- ids to text
 
     def piece(self, id: int) -> bytes:
-        """Return the bytes of a token, perhaps part of a character; for control tokens their name."""
+        """Return the bytes of a token, perhaps part of a character; a control token's name. Raises TokenizerError."""
         if not 0 <= operator.index(id) < self.vocab_size:
             raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
         token, kind = self.tokens[id], self.token_types[id]

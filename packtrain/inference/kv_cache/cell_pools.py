@@ -163,7 +163,7 @@ class CellPools:
         return PlacedTokens(inputs, cells_by_pool, unique_seqs, state_source)
 
     def next_positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Return the next tokens' positions, i32; sets: each token's sequences. ContextError if lengths differ."""
+        """Return the next tokens' positions, i32; sets: each token's sequences. ContextError if theirs differ."""
         next_pos = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
         for i, token_seqs in enumerate(sets):

@@ -60,7 +60,7 @@ class RunSizes:
         """Divide tokens into runs; yields each run's tokens, their sequences, and which of them (indices) have results.
 
         sets    sequences of each token; rows: indices of tokens with results
-        states  the model has scans: tokens of a run must share sequences alike, and a run ends near the end of a prompt
+        states  the model has scans: sequences of a run share all tokens or none, and a run ends near a prompt's end
         """
         cuts = state_cuts(sets, rows) if states else []
         at = 0
@@ -126,7 +126,7 @@ def place_runs(
     config: Config, cache: CacheLayout, run_sizes: RunSizes, weight_types: Mapping[str, Dtype] = transformer.NO_TYPES,
     target: Target = CPU, *, hidden: bool = False, has_moves: bool = False, has_hidden_states: bool = False,
 ) -> dict[RunKey, Placed]:  # fmt: skip
-    """Place the graphs of a context: those that run tokens by their number, and `move`, which moves cells.
+    """Place the graphs of a context: of runs, by number of tokens, and if it `has_moves`, `move`, which moves cells.
 
     weight_types  element types of weights that are not f32
     hidden        the results are the output of the last norm instead of logits

@@ -92,7 +92,7 @@ class Chain:
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)
 
     def choose(self, result: SamplerInput) -> int:
-        """Choose from logits (of equal ones the lowest id), candidates or a drawn token. InputError if not finite."""
+        """Choose the next token from logits (of equal ones the lowest id), candidates or a token. Raises InputError."""
         if isinstance(result, np.ndarray):
             return self._draw_next(self._allowed(result), len(result))
         if isinstance(result, Candidates):

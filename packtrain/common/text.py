@@ -44,7 +44,7 @@ def long_context_warning(ctx: int, model_ctx: int) -> str:
 
 
 def use_colour(stream: TextIO) -> bool:
-    """Whether to write colour to a stream: a terminal without NO_COLOR (https://no-color.org), or FORCE_COLOR."""
+    """Whether to write colour to a stream: a terminal, or with FORCE_COLOR; never with NO_COLOR (no-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

@@ -39,7 +39,7 @@ class GGUF:
         return tuple(gguf_part.path for gguf_part in self._parts)
 
     def array(self, name: str) -> np.ndarray:
-        """Map a tensor's values, read-only; block types give an array of quantization blocks (see dtypes)."""
+        """Map tensor `name`, read-only; of block types, as quantization blocks (see dtypes). Raises KeyError."""
         info = self.entries[name]
         data = self._parts[info.part_index].data
         return np.ndarray(info.dtype.array_shape(info.shape), info.dtype.numpy, data, info.offset)

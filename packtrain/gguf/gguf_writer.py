@@ -37,7 +37,7 @@ class DeferredTensor:
 
     @classmethod
     def from_reader(cls, read_array: Callable[[str], np.ndarray], name: str) -> "DeferredTensor":
-        """Return a tensor whose array is read only when it is written. Raises GGUFError for a type that GGUF lacks."""
+        """Return a tensor, read now for type and shape, and again when written. Raises GGUFError for another type."""
         return replace(_as_deferred(name, read_array(name)), make_parts=lambda: [read_array(name)])
 
     @property

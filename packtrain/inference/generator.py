@@ -168,7 +168,7 @@ def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
 
 
 def check_prompt(prompt: Sequence[int], size: int) -> None:
-    """Raise InputError unless a context of `size` tokens has room for the prompt."""
+    """Raise InputError for an empty prompt, or one of more than `size` tokens, the size of the context."""
     if not prompt:
         raise InputError(NO_PROMPT)
     if len(prompt) > size:

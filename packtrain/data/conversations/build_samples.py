@@ -77,7 +77,7 @@ class DatasetRecipe:
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
-    """Fill an empty folder with a recipe's samples; `room`: bytes left of --memory, None: any. Raises InputError."""
+    """Fill an empty folder with the samples; `room`: bytes left of --memory, None: no limit. Raises InputError."""
     file = GGUF(recipe.model)
     renderer_room = MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
     try:
@@ -234,7 +234,7 @@ class SampleBuilder:
             yield MaskedSample(window, [1] * len(window))
 
     def _pair_samples(self, record: AnswerPair) -> Iterator[MaskedSample]:
-        """Yield the samples of both answers, chosen first, if both have trained tokens and differ; else counts a note."""
+        """Yield the samples of both answers, chosen first; none, but a note, if one is untrained or they are equal."""
         conversations = (record.chosen, record.rejected)
         # the last sample, if the template needs several; none if the answer is left out
         answers = [s for c in conversations for s in [*self._conversation_samples(c)][-1:]]

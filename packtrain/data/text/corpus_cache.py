@@ -22,7 +22,7 @@ FORMAT = 3  # increase it to rebuild all caches
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as tokens, `valid` None if nothing is held out; a hash of its sources, and messages to print."""
+    """A text as tokens, `valid` None if none are held out; `fingerprint` hashes its sources, `notes` are to print."""
 
     vocabulary: dict[str, MetadataValue]
     train: DocumentTokens

@@ -70,7 +70,7 @@ class TokenTable:
     def __init__(
         self, metadata: Mapping[str, Any], requires_types: bool = False, **defaults: int
     ) -> None:
-        """requires_types: the file must have types, else all are NORMAL; defaults: ids, as bos=1, without a key."""
+        """requires_types: the file must have types, else all are NORMAL; defaults: ids (bos=1) for missing keys."""
         tokens = read_strings(metadata, "tokens")
         token_types = np.full(len(tokens), NORMAL)
         if requires_types or f"{KEYS}token_type" in metadata:

@@ -185,7 +185,7 @@ class Tokenizer:
         return (ids_and_ends[0][s:end] for s, end in pairwise([0, *ids_and_ends[1].tolist()]))
 
     def _boundary_ids(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
-        """Return ([BOS id] or [], [EOS id] or []) to put before and after the ids of a text; None: as the file says."""
+        """Return ([BOS id] or [], [EOS id] or []) around a text; None: as the file says. Raises TokenizerError."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for is_requested, id, name in (
             (bos, self.bos, "bos"), (eos, self.end_id, "seperator" if self._encoding.separated else "eos"),

@@ -38,7 +38,7 @@ class WordPieceEncoding(Encoding):
         return not self.table.may_span(text, at) and bool(WHITESPACE.match(text[at]))
 
     def _normalize(self, character: str) -> str:
-        """Return a character in normal form, between spaces if it is a word; "" for one without meaning."""
+        """Return a character in normal form, between spaces if it is a word; "" if it is dropped."""
         if WHITESPACE.match(character):
             return " "
         if self._strip_accents:

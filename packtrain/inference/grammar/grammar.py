@@ -86,7 +86,7 @@ class Grammar:
         return bool(self._matcher.is_accepting())
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Return the mask (size,) bool of tokens that can come next; None: all, as before a trigger."""
+        """Return the mask (size,) bool of tokens that can come next; None: all, before a trigger. Raises InputError."""
         if self.awaits_trigger:
             return None
         allowed = self._token_mask(size)

@@ -106,7 +106,7 @@ def parse_schema(text: str) -> Any:
 
 
 def guidance_schema(schema: Any) -> str:
-    """Convert a parsed schema to llguidance's JSON: objects take named properties only, white space as in llama.cpp."""
+    """Convert a parsed schema to llguidance's JSON: only named properties, llama.cpp's white space. InputError."""
     closer = _SchemaCloser(schema)
     try:
         closed_schema = closer.closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
@@ -242,7 +242,7 @@ class _SchemaCloser:
         return end | closed_schema | {"properties": properties}
 
     def _closed_value(self, key: str, part: Any, is_merged: bool) -> Any:
-        """Return a keyword's value with closed subschemas (see `closed`), patterns, bounds as llguidance reads them."""
+        """Return a keyword's value with `closed` subschemas, patterns, bounds as llguidance reads them. InputError."""
         if key in NAMED_SCHEMAS and isinstance(part, dict):
             key_of = automaton_pattern if key == "patternProperties" else str
             return {key_of(name): self.closed(subschema) for name, subschema in part.items()}

@@ -124,7 +124,7 @@ def read_messages(turns: Any, location: str, name: str, allow_empty: bool = Fals
 
 
 def _message(turn: Any, at: str, allow_empty: bool) -> Message:
-    """Check one message and return it in the form that templates take, with roles by their usual names."""
+    """Check a message, return it in the form that templates take, its role by the usual name. Raises InputError."""
     turn = check_object(turn, at)
     raw_role = turn.get("role", turn.get("from"))
     role = ROLES.get(raw_role.lower()) if isinstance(raw_role, str) else None
@@ -165,7 +165,7 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
 
 
 def new_message(role: str, content: Any, at: str, allow_empty: bool = False) -> Message:
-    """Return a checked message; only a tool's may be empty, unless `allow_empty`."""
+    """Return a checked message; only a tool's may be empty, unless `allow_empty`. Raises InputError, at `at`."""
     text = _content_text(content, at)
     if role != "tool" and not allow_empty and not text.strip():
         raise InputError(f"{at}: the {role}'s content is empty", "it must have words")

@@ -117,7 +117,7 @@ class CsvLines:
 
 
 def _find_delimiter(header_line: str, suffix: str) -> str:
-    """Return the most frequent delimiter in the header, outside quotes."""
+    """Return the most frequent of comma, semicolon and tab in the header, outside quotes; of equals, the suffix's."""
     unquoted = QUOTED_CELL.sub("", header_line)
     default = "\t" if suffix == ".tsv" else ","
     return max((default, ",", ";", "\t"), key=unquoted.count)

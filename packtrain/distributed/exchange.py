@@ -42,7 +42,7 @@ class Exchange:
         threading.Thread(target=self._work_off_jobs, daemon=True).start()
 
     def wait_for_jobs(self) -> None:
-        """Wait until all jobs are done. Raises what one of them raised."""
+        """Wait until all jobs are done. Raises RankLost, or the error of the first job that failed."""
         with self.condition:
             while self.done < self.num_submitted and self.error is None:
                 self.condition.wait(SLICE)
@@ -51,7 +51,7 @@ class Exchange:
             raise self.error
 
     def close(self) -> bool:
-        """End the thread if all jobs end within IDLE_SECONDS; return whether they did."""
+        """End the thread if all jobs end within IDLE_SECONDS, else leave it running; return whether they did."""
         with self.condition:
             is_idle = self.condition.wait_for(lambda: self.done >= self.num_submitted, IDLE_SECONDS)
         if is_idle:
@@ -60,7 +60,7 @@ class Exchange:
         return is_idle
 
     def submit(self, job: Callable[..., None], arrays: Sequence[Any], *arguments: Any) -> None:
-        """Queue job(flat tensors, *arguments) on arrays, which begins once GPU kernels started so far have ended."""
+        """Queue job(flat views of arrays, *arguments); the job begins once GPU kernels started so far have ended."""
         self.num_submitted += 1
         kernel_mark, tensors = self.by.mark_kernels(), [self.by.flat(array) for array in arrays]
 
@@ -101,8 +101,8 @@ class Exchange:
                 piece.copy_(buffer_part)
 
     def reduce_scatter(self, arrays: Sequence[Any], fresh: bool) -> None:
-        """Sum the first of two flat tensors over all ranks, and put this rank's run of the sum (see rank_slice) into
-        the second, or add it there unless `fresh`."""
+        """Sum arrays[0], a flat tensor, over all ranks; write this rank's run of the sum (see rank_slice) into the flat
+        tensor arrays[1] if `fresh`, else add it there."""
         (array, local_sum), size = arrays, self.world_size
         rank_parts = [array[rank_slice(len(array), i, size)] for i in range(size)]
         for ((_, run_start, run_end),) in _runs([len(rank_parts[0])], BUCKET // self.world_size):
@@ -153,7 +153,7 @@ class Exchange:
 
 
 def gather_function(dist: Any) -> Any:
-    """Return the function that gathers equal parts into one array, by its name before or after PyTorch 2.13."""
+    """Return the function of `dist`, torch.distributed, that gathers equal parts into one tensor; 2.13 renamed it."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -163,7 +163,7 @@ def rooms_nbytes(ranks: int, device: str) -> int:
 
 
 def rank_slice(num_elements: int, rank: int, world_size: int) -> slice:
-    """Return a rank's run of an array of `num_elements` numbers: equal runs, but the last may be shorter or empty."""
+    """Return a rank's run of an array: equal multiples of RUN_ALIGNMENT, but the last runs may be short or empty."""
     part = -(-num_elements // (world_size * RUN_ALIGNMENT)) * RUN_ALIGNMENT
     return slice(min(part * rank, num_elements), min(part * (rank + 1), num_elements))
 

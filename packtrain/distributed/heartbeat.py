@@ -23,9 +23,9 @@ RESUME = "the last checkpoint is whole, go on with --resume"
 
 
 class Heartbeat:
-    """Beats for this rank and watches another; `lost_reason` is None, or a sentence: who was lost, and why.
+    """Beats for this rank and watches the rank before it; `lost_reason`: a sentence, who was lost and why, or None.
 
-    store_keeper  who keeps the store, in words
+    store_keeper  who keeps the store, in words for messages, such as "rank 0"
     """
 
     def __init__(self, rank: int, world_size: int, store_keeper: str) -> None:
@@ -50,7 +50,7 @@ class Heartbeat:
         self.beat_thread.start()
 
     def wait_for_loss(self, seconds: float) -> str | None:
-        """Wait until a lost rank is known, at most `seconds`; return who was lost, or None."""
+        """Set the patience to HURRY_SECONDS, wait at most `seconds` for a loss; return who was lost, or None."""
         self.patience = HURRY_SECONDS
         self.lost_event.wait(seconds)
         return self.lost_reason
@@ -70,7 +70,7 @@ class Heartbeat:
         publish_loss(store, f"rank {self.rank} has ended: {reason}")
 
     def wait_for_listeners(self, store: Any) -> None:
-        """If the run has failed, keep rank 0, which may hold the store, alive until the other ranks know why."""
+        """On rank 0 (it may hold the store), if the run failed: wait GRACE_SECONDS at most until all ranks know why."""
         deadline_seconds = time.monotonic() + GRACE_SECONDS
         while self.rank == 0 and store.check([LOST_KEY]) and time.monotonic() < deadline_seconds:
             if store.add(HEARD_KEY, 0) == self.world_size - 1:
@@ -126,5 +126,5 @@ class Heartbeat:
 
 
 def publish_loss(store: Any, reason: str) -> str:
-    """Write down for all ranks why the run ends; return the reason that the first rank to do so wrote."""
+    """Write into the store why the run ends, unless a rank has done so before; return the reason that stands there."""
     return bytes(store.compare_set(LOST_KEY, "", reason)).decode()

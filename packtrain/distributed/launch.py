@@ -21,8 +21,8 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def launch(arguments: Sequence[str], count: int) -> int:
-    """Run `packtrain ARGUMENTS` in `count` processes; show the output of rank 0 and return its exit code. Signals are
-    passed on. When a rank has failed, the others get GRACE_SECONDS."""
+    """Run `packtrain ARGUMENTS` in `count` processes, pass signals on, show rank 0's output; return the first exit code
+    that is not 0, else 0. If another rank fails and rank 0 reports no error, print the other ranks' error output."""
     port = free_port()
     command = [sys.executable, "-m", "packtrain", *arguments]
     with TemporaryFile() as output:  # output of the other ranks, which print what rank 0 prints
@@ -35,7 +35,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
 
 
 def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks; return the first exit code that is not 0, else 0, and report ranks that a signal ended."""
+    """Wait for ranks, kill the rest, print which a signal ended; return the first error's code (signal: 1), or 0."""
     try:
         with _forward_signals(processes):
             _wait_for_ranks(processes)
@@ -51,7 +51,7 @@ def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
-    """Return the environment variables by which a rank finds the other ranks."""
+    """Return this process's environment with the variables by which `rank` finds the other ranks at local `port`."""
     variables = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT_VARIABLE: str(os.getpid()),
@@ -64,7 +64,7 @@ def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
 def _start(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Start a rank in a session of its own, so that a Ctrl-C reaches it once, through this process."""
+    """Start a rank in its own session, so that Ctrl-C reaches it once, from here; `output`: stderr of ranks above 0."""
     is_first_rank = environment["RANK"] == "0"
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=None if is_first_rank else subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def _start(
 
 
 def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all ranks have ended, or the time of grace after the first failure is over."""
+    """Wait until all ranks have ended: after an error at most SHORT_SECONDS, after a signal GRACE_SECONDS."""
     until = float("inf")
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < until:
         failed = [exit_code for exit_code in codes if exit_code]
@@ -85,7 +85,7 @@ def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Forward SIGINT and SIGTERM to the ranks."""
+    """Forward SIGINT and SIGTERM to the ranks during the block, instead of ending this process."""
 
     def send(signal_number: int, frame: FrameType | None) -> None:
         for process in processes:

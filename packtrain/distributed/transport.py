@@ -39,7 +39,7 @@ def check_device(device: str, has_cpu_blocks: bool = False) -> None:
 
 
 def select_device(device: str) -> None:
-    """Let `cuda` be the GPU with the number of this process on its machine. Raises InputError if there is none."""
+    """If `device` is cuda, select this machine's GPU number LOCAL_RANK. Raises InputError if there is none."""
     if not sends_from_device(device):
         return
     cuda, local = import_module("torch").cuda, int(os.environ.get("LOCAL_RANK", 0))
@@ -70,7 +70,7 @@ class Carrier:
         return tensor.view(-1)
 
     def mark_kernels(self) -> Any:
-        """Return an event behind all kernels started so far, which may still run; None without a GPU."""
+        """Return a CUDA event that occurs once all kernels started so far have ended; None without a GPU."""
         if self.cuda is None:
             return None
         kernel_mark = self.cuda.Event()
@@ -79,7 +79,7 @@ class Carrier:
 
     @contextmanager
     def after_kernels(self, kernel_mark: Any) -> Iterator[None]:
-        """Context manager: its transfers run beside kernels, after those before the mark, and end before it exits."""
+        """Context manager: transfers of its block run beside kernels, after those before the mark, and end with it."""
         if self.cuda is None or self.stream is None:
             yield
             return
@@ -89,7 +89,7 @@ class Carrier:
             self.stream.synchronize()
 
     def start_transfers(self, incoming: Any, outgoing: Any, rank: int) -> list[Any]:
-        """Begin to send outgoing[i] to rank i and to receive incoming[i] from it; return transfers to wait for.
+        """Begin to send outgoing[i] to each rank i but `rank`, this one, and to receive incoming[i]; return transfers.
 
         All travel at once, each as a message: gloo's all_to_all leaves a link idle in one direction while it is busy in
         the other, and its gathers make copies.

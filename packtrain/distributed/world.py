@@ -27,7 +27,7 @@ PATIENCE = timedelta(hours=24)
 class World:
     """The `world_size` processes of a run, of which this process is number `rank`.
 
-    This class is for a process alone, or one that plans for several, which all would give its values.
+    This class itself is for a process alone, or for planning: all ranks then have the values of this process.
     """
 
     waited = 0.0  # seconds so far in which this process only waited for an exchange
@@ -53,13 +53,13 @@ class World:
         """Begin to replace each f32 array by its sum over all ranks; `wait_for_transfers` waits for the end."""
 
     def start_all_gather(self, arrays: Sequence[np.ndarray]) -> None:
-        """Begin to fill each f32 array with every rank's part; it is complete when `wait_for_transfers` returns."""
+        """Begin to fill each flat f32 array with all ranks' parts (`rank_slice`); `wait_for_transfers` ends this."""
 
     def start_reduce_scatter(
         self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
-        """Begin to put this rank's part of a flat f32 array's sum over all ranks into `local_sum`, or to add it unless
-        `fresh`; complete when `wait_for_transfers` returns. `rank_and_size`: (this rank, number of ranks)."""
+        """Begin to sum a flat f32 array over all ranks, and to write this rank's part (rank_slice) into `local_sum` if
+        `fresh`, else to add it there; `wait_for_transfers` ends this. `rank_and_size`: (this rank, number of ranks)."""
         local_part = array[rank_slice(len(array), *rank_and_size)]
         if fresh:
             local_sum[:] = local_part
@@ -70,15 +70,15 @@ class World:
         """Wait until all exchanges that were begun are done."""
 
     def from_first(self, value: Any) -> Any:
-        """Return the value of rank 0, for which the other ranks wait."""
+        """Return rank 0's value on every rank; the `value` of other ranks is not used."""
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank; all ranks must call this."""
         return any(self.gather(flag))
 
     def total(self, value: float) -> float:
-        """Return the sum over all ranks, added in their order."""
+        """Return the sum of the ranks' values, added in the order of ranks."""
         return float(sum(self.gather(value)))
 
 
@@ -144,7 +144,7 @@ class ProcessGroupWorld(World):
     # ---- faults
 
     def _wait(self, transfer: Any) -> None:
-        """Wait for a transfer. Raises RankLost when another rank has ended or is silent."""
+        """Wait for a transfer; look for losses meanwhile. Raises RankLost when another rank has ended or is silent."""
         while not transfer.is_completed():
             try:
                 transfer.wait(timedelta(seconds=SLICE))
@@ -153,12 +153,12 @@ class ProcessGroupWorld(World):
         self._finish_transfer(transfer)
 
     def _check(self) -> None:
-        """Raise RankLost if the heartbeat of another rank has stopped."""
+        """Raise RankLost if a rank, the store or the process that started the ranks is known to be lost."""
         if self.heartbeat.lost_reason:
             raise RankLost(self.heartbeat.lost_reason)
 
     def _finish_transfer(self, transfer: Any) -> None:
-        """Wait for a transfer to end. Raises RankLost if it fails, which a rank that is only silent does not cause."""
+        """Wait for a transfer's end, also while a rank is only silent. Raises RankLost if the transfer fails."""
         try:
             transfer.wait()
         except RuntimeError as error:
@@ -230,8 +230,8 @@ def assume_world(world_size: int) -> Iterator[World]:
 
 @contextmanager
 def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Iterator[World]:
-    """Take part in the run that the environment describes, on its device; if it describes none, run alone. Calls
-    `share_machine` with the number of ranks on this machine. Raises InputError without PyTorch, RankLost."""
+    """Take part in the run that the environment describes, on `device`; if it describes none, run alone. Calls
+    share_machine(ranks on this machine). Raises InputError without PyTorch or for the device; RankLost."""
     global _current_world
     if not is_distributed():
         yield _current_world
@@ -254,6 +254,6 @@ def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Ite
 
 
 def _first(error: Exception) -> str:
-    """Return the sentence of an error of gloo, without the place in its source and its advice."""
+    """Return the first sentence of an error of gloo, without file and line of gloo's source, which stand before it."""
     text = str(error).partition("\n")[0]
     return printable(text.rpartition(".cc:")[2].partition("] ")[2] or text).partition(". ")[0]

@@ -18,7 +18,7 @@ DELTA_KEYS = {THOUGHT: "reasoning_content", TEXT: "content"}
 class BlocksFormat:
     """Base of response formats whose answers are lists of blocks. Subclasses write the events of blocks.
 
-    request  the answer as a request of /v1/chat/completions, with one job
+    request  the client's request, converted to one of /v1/chat/completions, with one job
     """
 
     ends_with_done, has_named_events = False, True
@@ -47,7 +47,7 @@ class BlocksFormat:
     def full_answer(
         self, blocks: Sequence[tuple[str, Any]], finish_word: str, end: AnswerEnd
     ) -> JsonObject:
-        """Return the whole answer; blocks: (kind, text or call in OpenAI's shape); finish_word: its finish_reason."""
+        """Return the whole answer; blocks: (kind, text or OpenAI's call) pairs; finish_word: OpenAI's finish_reason."""
         raise NotImplementedError
 
     # ---- the format of a response, see event_stream

@@ -55,9 +55,9 @@ def chat_body(body: JsonBody) -> JsonBody:
 
 
 def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObject]:
-    """Convert a message of /v1/messages into messages of a chat: results of tools come before the user's text.
+    """Convert a message of /v1/messages into messages of a chat: tools' results, then the text. Raises InputError.
 
-    call_names  the names of tools by the ids of calls; calls of this message are added
+    call_names  the names of tools by the ids of calls so far; this function adds the calls of this message
     """
     role, content = message.text("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -97,7 +97,7 @@ BLOCKS = {
 
 
 def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:
-    """Return the message of a tool's result, a text or blocks of text; that of a failed tool begins with Error."""
+    """Convert a tool_result into a chat's tool message, with the name in call_names; a failed tool's begins Error."""
     call_id, content = block.text("tool_use_id"), block.get("content") or ""
     if block.get_flag("is_error"):
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -107,7 +107,7 @@ def _tool_message(block: JsonBody, call_names: dict[str, str]) -> JsonObject:
 
 
 def tool_fields(body: JsonBody) -> JsonObject:
-    """Return tools and tool_choice as OpenAI's. Raises InputError for tools that run at Anthropic."""
+    """Convert tools and tool_choice to OpenAI's fields. Raises InputError, also for tools that run at Anthropic."""
     tools = list[JsonObject]()
     for index, value in enumerate(body.get_list("tools", MAX_BLOCKS)):
         tool = JsonBody(value, f"tools[{index}]")

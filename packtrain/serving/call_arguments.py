@@ -28,7 +28,7 @@ def read_value(text: str) -> Any:
 
 
 def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
-    """Parse the object with unquoted keys at `pos`; strings stand between `quote`. Returns it (or None) and its end."""
+    """Parse the object with bare keys at offset `pos`; `quote` surrounds strings. Returns (object or None, its end)."""
     quote_pattern, depth, json_parts = re.escape(quote), 0, list[str]()
     token_pattern = re.compile(
         rf"\s*(?:{quote_pattern}(?P<text>.*?){quote_pattern}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
@@ -45,8 +45,8 @@ def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
 
 
 def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
-    """Parse the keyword arguments of a Python call, from offset `pos` on; None if they cannot be read. Strings end
-    where a comma or the end follows: quotes within them are as they are."""
+    """Parse keyword arguments of Python from offset `pos` to before a `)`; return (function_name, arguments, end), or
+    None if they cannot be read. A quotation mark ends a string only before `)`, or before a comma and a keyword."""
     arguments, key_pattern = dict[str, Any](), re.compile(r"\s*(\w+)\s*=\s*")
     while (key_match := key_pattern.match(text, pos)) is not None:
         quote, pos = text[key_match.end() : key_match.end() + 1], key_match.end()

@@ -20,7 +20,7 @@ MAX_EMBEDDING_NUMBERS = 1 << 19  # most numbers in all embeddings of a request
 
 
 def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
-    """Return embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
+    """Return OpenAI's embeddings of the field `input`: one or several texts, or lists of ids. Raises InputError."""
     encoding_format = body.text("encoding_format", "float")
     width = server.model.config.embedding_length
     if encoding_format not in ("float", "base64"):
@@ -41,7 +41,7 @@ def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
 
 
 def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
-    """Return embeddings in llama-server's own shape: a list of vectors for each text."""
+    """Return llama-server's embeddings of the field `content`, else `input`: a list of vectors for each text."""
     content = body.get("content") if body.has("content") else body.get("input")
     _, vectors = embed_content(server, body, content)
     return [
@@ -76,7 +76,7 @@ TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 
 
 def rerank_head(model: ModelFile) -> np.ndarray:
-    """Return the classifier (N, C) of a reranker; its first row is of the documents that fit. Raises InputError."""
+    """Return a reranker's classifier (N, C); row 0 is for "the document fits". Raises InputError for other models."""
     architecture, entry = model.config.architecture, model.gguf.entries.get(RERANK_HEAD)
     if architecture != "qwen3" or entry is None:
         raise InputError(
@@ -93,7 +93,7 @@ def rerank_head(model: ModelFile) -> np.ndarray:
 
 
 def rerank(server: Server, body: JsonBody, request: Request) -> Any:
-    """Return scores of how well documents fit a query, in Jina's shape, or for `texts` text-embeddings-inference's."""
+    """Return how well documents fit a query, 0 to 1, as Jina; for the field `texts` as text-embeddings-inference."""
     if server.rerank_head is None:
         raise HttpRefusal(
             501, "This server does not support reranking. Start it with `--reranking`"
@@ -125,7 +125,7 @@ def rerank(server: Server, body: JsonBody, request: Request) -> Any:
 
 
 def _documents(body: JsonBody, name: str) -> list[str]:
-    """Return the documents of a request: texts, or objects with `text`."""
+    """Return the texts of the field `name`: a list of texts, or of objects with `text`. Raises InputError."""
     values = body.get_list(name, MAX_DOCUMENTS)
     texts: list[Any] = [value.get("text") if isinstance(value, dict) else value for value in values]
     if not texts or not all(isinstance(text, str) for text in texts):

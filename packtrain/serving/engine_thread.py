@@ -34,12 +34,12 @@ SIMILAR = 0.1  # share of a prompt that a slot must know to be preferred, as lla
 
 
 class ServingEngine:
-    """Runs jobs in slots and reports their text. Its own thread makes all calls of the context.
+    """Runs jobs in slots and reports their text. A thread, started at creation, makes all calls of the context.
 
     max_waiting        most jobs that wait for a slot
-    min_similarity     share of a prompt that a slot must know to be preferred for it
+    min_similarity     share of a prompt's tokens that must be in a slot's cells for the slot to be preferred
     use_context_shift  an answer that fills the context goes on: tokens in the middle of the text are forgotten
-    drafters           guess tokens of the answers of each slot; none: no tokens are guessed
+    drafters           one for each slot, which guesses tokens of its answers; (): no tokens are guessed
     draft_max          most tokens of a run that are guessed, for all slots together
     on_run_end         called after each run, once all its results are reported
     """
@@ -64,7 +64,7 @@ class ServingEngine:
 
     @property
     def max_seq_tokens(self) -> int:
-        """Most tokens that a sequence can have."""
+        """Most tokens of a sequence: all of the context's cells, or a slot's part where slots have parts."""
         pools = self.context.pools
         return pools.cells // pools.sequences if pools.parts else pools.cells
 
@@ -73,7 +73,7 @@ class ServingEngine:
     def submit_job(
         self, job: generation_jobs.GenerationJob, tell: Callable[[generation_jobs.JobEvent], None]
     ) -> JobTicket:
-        """Queue a job, whose events go to `tell`. Raises ServerBusy."""
+        """Queue a job; the engine's thread calls tell(event). Raises ServerBusy if the queue is full or closes."""
         ticket = JobTicket(job, tell)
         with self._condition:
             if self._is_closing:
@@ -86,7 +86,7 @@ class ServingEngine:
         return ticket
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Return a future of a function's result, called in the engine's thread between runs. Raises ServerBusy."""
+        """Let the engine's thread call a function between runs; returns a future of its result. Raises ServerBusy."""
         future = Future[T]()
 
         def run_call() -> None:
@@ -108,7 +108,7 @@ class ServingEngine:
         return len(self._queue)
 
     def close(self, timeout_seconds: float) -> None:
-        """Take no more jobs, and end the thread; after `timeout_seconds`, unfinished jobs end as cancelled."""
+        """Refuse new jobs, wait for the thread's end; after `timeout_seconds`, unfinished jobs end as cancelled."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -161,7 +161,7 @@ class ServingEngine:
             ticket.tell(AnswerEnd(CANCELLED, TokenCounts(len(ticket.job.prompt))))
 
     def _finish_answer(self, slot: Slot, reason: str, message: str = "") -> None:
-        """End a slot's answer, for `reason`; its cells stay until room is short; paused answers may go on."""
+        """End a slot's answer (`reason` as in AnswerEnd); cells stay until room is short; paused answers go on."""
         assert slot.answer
         slot.answer.finish(reason, message)
         slot.answer = None
@@ -203,7 +203,7 @@ class ServingEngine:
         return min(free_slots, key=lambda slot: slot.used)
 
     def _wastes(self, slot: Slot, num_cached: int) -> bool:
-        """Return whether a job would drop most of a slot's cells, all but `num_cached`, that others could share."""
+        """Return whether a job that reuses `num_cached` cells would drop most of a slot's, which others could share."""
         pools = self.context.pools
         can_share = not pools.parts and not pools.ring_cells
         return can_share and len(pools.all.of(slot.index)) > 2 * num_cached
@@ -216,7 +216,7 @@ class ServingEngine:
         return common_prefix_length(pools.tokens[pools.all.of(slot.index)], job.prompt)
 
     def _is_being_read(self, job: generation_jobs.GenerationJob) -> bool:
-        """Return whether a slot is reading a prompt that shares more with this one than any slot has in cells."""
+        """Return whether a slot is reading a prompt that shares SHARED more tokens with this one than any cells do."""
         num_cached = max(self._num_cached(slot, job) for slot in self.slots)
         jobs = (w.job for w in self._all() if w.reading and not w.is_paused)
         prompts = (j.prompt for j in jobs if j.adapter_scales == job.adapter_scales)
@@ -245,7 +245,7 @@ class ServingEngine:
         answer.tell_progress()
 
     def _share_cells(self, slot: Slot, job: generation_jobs.GenerationJob) -> None:
-        """Share the cells of another slot that knows more of the prompt, if there is one."""
+        """Let `slot` share the cells of a slot that knows SHARED more tokens of the prompt, if there is one."""
         if self.context.pools.parts:
             return
         best_slot = max(self.slots, key=lambda other_slot: self._num_cached(other_slot, job))
@@ -293,8 +293,8 @@ class ServingEngine:
         self.totals.output_seconds += seconds * num_written
 
     def _next_batch(self, draft_max: int) -> list[tuple[Slot, int]]:
-        """Return the next run's (slot, number of tokens): an answer's token with up to `draft_max` guesses for all
-        answers, or a part of a prompt."""
+        """Set answers' guesses, at most `draft_max` in all; return the next run's (slot, number of tokens): the last
+        token of an answer with its guesses, or a part of a prompt."""
         active_slots = [s for s in self.slots if s.answer and not s.answer.is_paused]
         writing = [(s, s.answer) for s in active_slots if s.answer and not s.answer.reading]
         num_guessed = (draft_max + 1 - len(active_slots)) // max(len(writing), 1)
@@ -316,7 +316,7 @@ class ServingEngine:
         self, batch: Sequence[tuple[Slot, int]], row_results: Sequence[SamplerInput],
         hidden_states: Iterator[np.ndarray],
     ) -> None:  # fmt: skip
-        """Give a run's results to slots that have read all tokens; score prompts by their tokens' `hidden_states`."""
+        """Give a run's results, in the batch's order, to its answers: score prompts, choose tokens, end answers."""
         result_iterator = iter(row_results)
         for slot, num_tokens in batch:
             answer = slot.answer

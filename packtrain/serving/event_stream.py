@@ -44,7 +44,7 @@ def make_response(
     server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat, is_stream: bool
 ) -> Response:
     """Create the response that runs jobs and sends their answers, as events if `is_stream`, else as one document.
-    Raises InputError."""
+    Raises InputError for a job that the server cannot take, see Server.check_job."""
     for job in jobs:
         server.check_job(job)
     response_class = EventStreamResponse if is_stream else FullResponse
@@ -117,7 +117,7 @@ class FullResponse(_JobResponse):
 
 
 def failure_body(end: AnswerEnd) -> tuple[dict[str, Any], int]:
-    """Return the HTTP body and status of an answer that failed."""
+    """Return the HTTP body and status of a failed answer: cancelled 503, an internal error 500, bad input 400."""
     if end.reason == generation_jobs.CANCELLED:
         return error(503, "the server is shutting down"), 503
     status_code = 500 if end.error_message.startswith("internal") else 400
@@ -170,7 +170,7 @@ class EventStreamResponse(_JobResponse):
         yield last_event
 
     def _encode_batch(self, batch: JobBatch, counts_by_answer: AnswerCounts) -> Iterator[bytes]:
-        """Yield encoded events of a batch, (number of the answer, event) each; add token counts of answers that end."""
+        """Yield a batch, (answer's number, event) each, as bytes; store counts of ended answers in counts_by_answer."""
         for answer_index, event in batch:
             if isinstance(event, TextDelta):
                 yield from map(self._sse_data, self._shape.delta_events(answer_index, event))

@@ -17,8 +17,8 @@ CHUNK_START = "\n\n--- snippet ---\n\n"  # before a chunk, where no token says t
 
 
 def fill_prompt(server: Server, body: JsonBody) -> list[int]:
-    """Return the tokens of a request's prompt: the end of its chunks and prefix, and the beginning of its suffix. Three
-    in four of MAX_FILL_TOKENS, or of a share of the context, are the prefix's. Raises HttpRefusal, InputError."""
+    """Return the tokens of a request's prompt: the end of its chunks and prefix, and the beginning of its suffix. Of
+    MAX_FILL_TOKENS, or 3/4 of the context if less, the prefix takes at most 3/4. Raises HttpRefusal, InputError."""
     tokenizer = server.tokenizer
     if missing := missing_tokens(tokenizer):
         raise HttpRefusal(501, f"Infill is not supported by this model: {missing}")
@@ -37,7 +37,7 @@ def fill_prompt(server: Server, body: JsonBody) -> list[int]:
 
 
 def missing_tokens(tokenizer: Tokenizer) -> str:
-    """Return which tokens for fill-in-the-middle the vocabulary does not have; "" if it has all."""
+    """Return a clause for messages about the fill-in-the-middle tokens that the vocabulary lacks; "" if it has all."""
     missing = [f"{w} ({name})" for name, w in FILL_TOKENS.items() if name not in tokenizer.fill_ids]
     return f"its vocabulary has no token for {', '.join(missing)}" if missing else ""
 
@@ -50,7 +50,7 @@ def middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: list[int]) ->
 
 
 def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:
-    """Tokenize a field, text or a list of ids and texts, which may not spell control tokens."""
+    """Tokenize a required field, text or a list of ids and texts that spell no control tokens. Raises InputError."""
     if not body.has(name):
         raise InputError(f"'{name}' is required; it may be empty")
     return parse_prompt(body.get(name), server.tokenizer, name, bos=False, special=False)

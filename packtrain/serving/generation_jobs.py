@@ -22,18 +22,18 @@ class GenerationJob:
     max_tokens          most tokens to write; -1: until it ends or the context is full
     stops               texts before which it ends
     num_top_logprobs    likeliest tokens returned with each token; 0: none, nor its own probability
-    scores_prompt       the prompt's tokens are returned with probabilities, too; none of them comes from the cache
+    scores_prompt       the prompt's tokens are returned with probabilities, too; needs use_cache=False
     is_post_sampling    return probabilities after the samplers, else before them
-    slot                slot to take; -1: the slot that knows most of the prompt
+    slot                slot to take; -1: any idle one, preferably one whose cells have much of the prompt
     use_cache           whether a beginning of the prompt that is in the cache is used
     adapter_scales      scale of each adapter
     ignore_eos          end tokens do not end the answer
     has_special_tokens  control tokens are part of the text
     report_progress     report how much of the prompt has been read
-    max_seconds         seconds of writing after which the answer ends, once it has a line; 0: no limit
-    min_indent          the answer ends at a line that begins with fewer spaces
+    max_seconds         seconds of writing after which the answer ends, once its first line is complete; 0: no limit
+    min_indent          the answer ends at a line, not its first, that begins with fewer spaces or tabs
     num_keep            first tokens of the text that stay where a full context is shifted; -1: the prompt
-    num_discard         tokens after these that are then forgotten; 0: half of them
+    num_discard         tokens after these `num_keep` that are then forgotten; 0: half of all that follow
     """
 
     prompt: tuple[int, ...]
@@ -59,7 +59,7 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token, its log-probability (None: nothing stands before it), and the likeliest tokens with theirs."""
+    """A token; its log-probability: None for a prompt's first token, 0.0 if none is requested; the likeliest tokens."""
 
     token_id: int
     logprob: float | None = 0.0
@@ -135,8 +135,8 @@ class PromptProgress:
 class AnswerEnd:
     """The end of an answer.
 
-    reason         end, stop, count, context, cancelled or failed
-    error_message  a sentence, if it failed
+    reason         end (by an end token or the grammar), stop (a stop text), count (a limit of tokens, seconds or
+                   indent), context (full), cancelled, or failed, with error_message
     stop_text      the stop text that ended it
     """
 
@@ -153,14 +153,14 @@ AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
 
 @dataclass(slots=True)
 class JobTicket:
-    """A job in the queue or in a slot. `tell` gets its events, in the engine's thread; the last is an AnswerEnd."""
+    """A job in the queue or in a slot. The engine's thread calls tell(event); the last event is an AnswerEnd."""
 
     job: GenerationJob
     tell: Callable[[JobEvent], None]
     _cancel_event: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Cancel the job; any thread may call this."""
+        """Ask the engine to end the job before its next run; any thread may call this."""
         self._cancel_event.set()
 
     @property

@@ -218,7 +218,7 @@ PUBLIC = {
 
 
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
-    """Create the HTTP application. With keys, requests need one of them; with `ui` there is a page at /."""
+    """Create the HTTP application. With keys, all paths but PUBLIC need one of them; with `ui` there is a page at /."""
     body_reader = BodyReader()
     api_routes = [_make_route(server, body_reader, *route_args) for route_args in routes.ROUTES]
     return Starlette(
@@ -241,7 +241,7 @@ class PrivateNetworkCors(CORSMiddleware):
 
 
 class ApiKeyMiddleware:
-    """Lets requests pass that have a key: `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
+    """With keys, answers 401 where `Authorization: Bearer KEY` or `X-Api-Key: KEY` is missing, but for PUBLIC paths."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -264,7 +264,7 @@ class ApiKeyMiddleware:
 
 
 def _make_route(server: Server, bodies: BodyReader, path: str, method: str, handler: Any) -> Route:
-    """Create a route whose handler gets the server and, for POST, the body."""
+    """Create a route for handler(server[, body of POST], request). `method` "POST list": the body may be a list."""
 
     def call_handler(*args: Any) -> Response:
         result = handler(server, *args)
@@ -281,7 +281,7 @@ def _make_route(server: Server, bodies: BodyReader, path: str, method: str, hand
 
 
 async def _answer_error(request: Request, fault: Exception) -> Response:
-    """Return the JSON error and status for an exception that a request's handler raised."""
+    """Return the JSON error and status for an exception that a handler raised; 500 for those of unknown kind."""
     code, message, error_type, details = 500, "internal error", "", dict[str, int]()
     headers: Mapping[str, str] | None = None
     match fault:

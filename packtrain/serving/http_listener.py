@@ -36,7 +36,7 @@ def bind_sockets(hosts: Sequence[str], port: int) -> list[socket.socket]:
 
 
 class _Connection(H11Protocol):
-    """A connection that is cut if no request comes in time, or if there are too many connections."""
+    """A connection that is cut if it idles for IDLE_SECONDS, or for too many connections or bytes that wait unsent."""
 
     since = 0.0  # when the connection was last used
     _idle_timer: asyncio.TimerHandle | None = None
@@ -124,7 +124,7 @@ class _Listener(uvicorn.Server):
 def make_listener(
     app: Starlette, engine: ServingEngine, report: Callable[[str], None]
 ) -> uvicorn.Server:
-    """Create a server that runs until a signal or `should_exit`; running answers then have LINGER_SECONDS."""
+    """Create a server that runs until a signal, which it reports; running answers then have LINGER_SECONDS."""
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False, http=_Connection,
         loop="asyncio", date_header=True, h11_max_incomplete_event_size=MAX_HEADER_NBYTES,
@@ -136,6 +136,6 @@ def make_listener(
 def listen(
     app: Starlette, engine: ServingEngine, sockets: list[socket.socket], report: Callable[[str], None]
 ) -> None:  # fmt: skip
-    """Serve an application on sockets until a signal."""
+    """Serve an application on sockets until a signal, and close the engine; `report` gets a message at the signal."""
     with suppress(KeyboardInterrupt):  # the signal again, once all has ended
         make_listener(app, engine, report).run(sockets=sockets)

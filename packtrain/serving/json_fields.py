@@ -85,7 +85,7 @@ class JsonBody:
     def number(
         self, name: str, default: Any, min_value: float = -math.inf, max_value: float = math.inf
     ) -> Any:
-        """Return a number of the default's type, or the default. Raises InputError unless it is in the bounds."""
+        """Return a field's number, of the type of `default`, or `default` if it is missing; both bounds are allowed."""
         if not self.has(name):
             return default
         value = self._typed_value(name, type(default))
@@ -185,7 +185,7 @@ def parse_biases(logit_bias: Any, tokenizer: Tokenizer) -> list[str]:
 
 
 def parse_token_ids(token: Any, tokenizer: Tokenizer) -> list[int]:
-    """Return a token's id, given as a number or digits, or the ids of a text. Raises InputError."""
+    """Return the id of a token of logit_bias, given as a number or digits, or the ids of a text. Raises InputError."""
     if isinstance(token, str) and token.isdecimal() and len(token) < 10:
         token = int(token)
     if isinstance(token, str):
@@ -255,7 +255,7 @@ def part_text(fields: Any, name: str) -> str:
 
 
 def adapters_of(adapter_entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
-    """Return adapters' scales from [{"id": 0, "scale": 0.5}]: 0 if not listed, as in llama-server; None: `defaults`."""
+    """Parse [{"id": 0, "scale": 0.5}] to adapters' scales: unlisted 0; None: `defaults`. Raises InputError."""
     if adapter_entries is None:
         return tuple(defaults)
     if not isinstance(adapter_entries, list):

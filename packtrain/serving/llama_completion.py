@@ -25,7 +25,7 @@ TEXT_SETTINGS = {
 
 
 def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, Any]:
-    """Return a job's settings by llama-server's names; without a request's `body`, as in /slots, no client's texts."""
+    """Return a job's settings by llama-server's names; without the request's `body` (/slots), no TEXT_SETTINGS."""
     sampling_values, request_body = dataclasses.asdict(job.sampling), body or JsonBody({})
     biases = job.sampling.biases.items()
     settings = {name: sampling_values[field] for name, field in FIELDS.items()} | {
@@ -86,7 +86,7 @@ class LlamaCompletionFormat:
         return []
 
     def full_response(self, answer_results: generation_jobs.AnswerResults) -> Any:
-        """Return all answers as one document; a single answer is no list."""
+        """Return the JSON of all answers: a list of objects, or one object for a single answer."""
         answers = []
         for number, (text, tokens, end) in enumerate(answer_results):
             self._texts[number] = text

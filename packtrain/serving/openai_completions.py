@@ -81,7 +81,7 @@ class TextCompletionFormat:
         return {"__verbose": self._verbose.last(number, text, (), end)} if self._verbose else {}
 
     def close_events(self, counts: Sequence[generation_jobs.TokenCounts]) -> list[JsonObject]:
-        """Return the last events of a stream: the token counts, if they are requested."""
+        """Return a stream's last events: the total of `counts` (one per answer) if the request wants it, else none."""
         if not self._request.has_usage:
             return []
         return [self._response_head(self.chunk_type) | {"choices": []} | self._totals(counts)]
@@ -205,7 +205,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         return [self._delta(number, delta, None, text_delta.tokens) | self._timed(text_delta)]
 
     def _next_text(self, number: int, content: str) -> str:
-        """Add content to answer `number`; return what can be sent: what may become a call, or `words_prefix`, waits."""
+        """Add content to answer `number`; return what can be sent; the start of a call or of `words_prefix` waits."""
         previous_text, text_filter = self._texts[number], self._shown[number]
         text = self._texts[number] = previous_text + content
         if self._leading.startswith(text):

@@ -29,7 +29,7 @@ ITEM_IDS = {THOUGHT: "rs", TEXT: "msg", CALL: "fc"}
 
 
 def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
-    """Convert a request of /v1/responses into one of /v1/chat/completions. Raises InputError, HttpRefusal."""
+    """Convert a request of /v1/responses into a chat's. Raises InputError; HttpRefusal for an unknown previous one."""
     body.refuse_unmet("responses")
     text = JsonBody(body.get_object("text"), "text")
     text.refuse_unmet("any")
@@ -96,7 +96,7 @@ def input_messages(body: JsonBody) -> list[JsonObject]:
 
 
 def add_message(messages: list[JsonObject], role: str, parts: JsonObject) -> None:
-    """Append a message with `parts` as its fields; thoughts, words and calls of one answer join in one."""
+    """Append a message with fields `parts`; thoughts, words and calls of one answer join its last message instead."""
     last = messages[-1] if messages else {}
     if role != "assistant" or last.get("role") != role:
         messages.append({"role": role, "content": None, **parts})

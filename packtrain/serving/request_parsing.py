@@ -24,7 +24,7 @@ MOST_TOLD = 1 << 15  # most probabilities in all answers of a request
 def parse_job(
     server: Server, body: JsonBody, prompt_ids: list[int], grammar: Grammar | None
 ) -> GenerationJob:
-    """Parse a request's settings into the job of an answer to `prompt_ids`, yet without logprobs. Raises InputError."""
+    """Return the job of an answer to `prompt_ids`; with_top adds logprobs. Raises InputError, ServerBusy."""
     body.refuse_unmet("any")
     count = -1
     for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
@@ -52,8 +52,8 @@ def parse_job(
 
 
 def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int) -> GenerationJob:
-    """Return a job that reports the `shown` likeliest tokens with each token; of all `answers`, at most MOST_TOLD in
-    all. Raises InputError if these are too many to keep."""
+    """Return the job with the `shown` likeliest tokens at each token (None: none). An unlimited job gets a `max_tokens`
+    that keeps those of `answers` jobs within MOST_TOLD; InputError if a job's own limit does not."""
     if shown is None:
         return job
     top = max(shown, 1)
@@ -68,14 +68,14 @@ def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int
 
 
 def seeded_jobs(job: GenerationJob, count: int) -> list[GenerationJob]:
-    """Return jobs of `count` answers to one prompt, with consecutive seeds; any slot may take them."""
+    """Return `count` jobs like `job`, with consecutive seeds from its own on; several may take any slot."""
     if count == 1:
         return [job]
     return [replace(job, seed=job.seed + n, slot=-1) for n in range(count)]
 
 
 def parse_grammar(server: Server, body: JsonBody) -> Grammar | None:
-    """Return the grammar of a request's grammar, json_schema or response_format, or None. Raises InputError."""
+    """Return the grammar of a request's grammar, json_schema or response_format, or None. InputError, ServerBusy."""
     grammar_text, schema_text = body.text("grammar", "", MAX_GRAMMAR_CHARS), schema_of(body)
     if grammar_text and schema_text:
         raise InputError("grammar and json_schema exclude each other")
@@ -128,7 +128,7 @@ def parse_response_format(response_format: JsonBody) -> Any:
 
 
 def parse_llama_completion(server: Server, body: JsonBody) -> list[GenerationJob]:
-    """Parse a request of /completion into jobs. Raises InputError."""
+    """Parse a request of /completion into jobs, one for each prompt. Raises InputError, ServerBusy."""
     body.refuse_unmet("llama")
     prompts = json_fields.parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
@@ -180,7 +180,7 @@ def parse_stream_counts(body: JsonBody) -> dict[str, Any]:
 
 
 def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
-    """Parse a request of /v1/completions. Raises InputError."""
+    """Parse a request of /v1/completions: `n` jobs for each prompt. Raises InputError, ServerBusy."""
     body.refuse_unmet("text")
     prompts = json_fields.parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
@@ -212,8 +212,8 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 def suffix_prompts(
     tokenizer: Tokenizer, prompts: Sequence[list[int]], suffix: str, is_echoed: bool
 ) -> list[list[int]]:
-    """Return prompts, as tokens, for the texts between each of `prompts` and `suffix`. Raises InputError, for example
-    if `is_echoed`, which suffix excludes."""
+    """Return for each of `prompts` the tokens that ask for the text between it and `suffix`. Raises InputError if the
+    vocabulary has no tokens for that, or if `is_echoed`: the request wants the prompt echoed, too."""
     if missing := fill_in_middle.missing_tokens(tokenizer):
         raise InputError(f"suffix is not supported by this model: {missing}")
     if is_echoed:
@@ -223,14 +223,14 @@ def suffix_prompts(
 
 
 def parse_num_logprobs(body: JsonBody, has_logprobs: bool, num_top: int) -> int | None:
-    """Return how many likely tokens to return: `num_top` or `n_probs`, the larger; None without `has_logprobs` or
-    `n_probs`. Raises InputError."""
+    """Return how many likely tokens to return with each token: the larger of `num_top`, OpenAI's field, and the field
+    `n_probs`; None if neither logprobs (`has_logprobs`) nor `n_probs` are requested. Raises InputError."""
     n_probs = body.number("n_probs", 0, 0, MOST_TOP)
     return max(num_top, n_probs) if has_logprobs or n_probs else None
 
 
 def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
-    """Parse a request of /v1/chat/completions. Raises InputError."""
+    """Parse a request of /v1/chat/completions: `n` jobs for one conversation. Raises InputError, ServerBusy."""
     conversation = parse_conversation(body)
     tools = RequestTools.from_request(body, conversation, server.style)
     text = prompt_text(server, body, conversation, tools)

@@ -18,7 +18,7 @@ def finish(end: AnswerEnd) -> str:
 
 
 def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
-    """Return OpenAI's `usage`, the token counts of a request; each prompt has `answers` answers, and counts once."""
+    """Return OpenAI's `usage`; `counts`: one per answer, `answers` for each prompt in turn, whose tokens count once."""
     prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.output_tokens for c in counts)
     prompt_starts = range(0, len(counts), answers)
     cached_tokens = sum(min(c.cached for c in counts[at : at + answers]) for at in prompt_starts)
@@ -45,7 +45,7 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
 
 
 def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]:
-    """Return how much of a prompt has been read, by llama-server's names, and times if `has_timings`."""
+    """Return how much of a prompt has been read, by llama-server's names, with `timings` if `has_timings`."""
     progress_values = {
         "total": update.total_tokens, "cache": update.cached, "processed": update.read,
         "time_ms": int(1e3 * update.seconds),
@@ -59,7 +59,7 @@ def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]
 def token_entry(
     token: GeneratedToken, tokenizer: Tokenizer, max_top: int | None = None
 ) -> dict[str, Any]:
-    """Return a token's JSON: text, bytes, log-probability, and at most `max_top` likeliest tokens."""
+    """Return a token's JSON: id, text, bytes, log-probability, and `max_top` (None: all) of its likeliest tokens."""
 
     def describe_token(token_id: int, logprob: float | None) -> dict[str, Any]:
         piece = tokenizer.piece(token_id)
@@ -84,7 +84,7 @@ def missing_flag(feature: str, flag: str) -> HttpRefusal:
 
 
 def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
-    """Return the JSON body of an error with HTTP status `code`, in the shape of OpenAI and llama-server."""
+    """Return the JSON body of an error with HTTP status `code`, as of OpenAI and llama-server; details: more fields."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
     # "type" beside "error" is Anthropic's
     error = {"code": code, "message": message, "type": error_type} | details

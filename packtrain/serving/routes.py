@@ -302,7 +302,7 @@ def set_adapters(server: Server, adapter_entries: Any, request: Request) -> Any:
 
 
 def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
-    """Save a slot to a file, restore it, or erase it; returns counts of tokens and bytes, as llama-server."""
+    """Save, restore or erase a slot; returns llama-server's counts of tokens, bytes. Raises InputError, HttpRefusal."""
     try:
         slot_index = int(request.path_params["id"])
     except ValueError:

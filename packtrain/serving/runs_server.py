@@ -53,8 +53,8 @@ class RunsPageServer:
     """Serves the runs page at the address `watch`, bound at creation; `url` is the page's. Raises InputError.
 
     board  the data that the page shows
-    A page asks with `wait` seconds; the answer comes after them, or at once when the run has ended. So every page gets
-    the end, also hidden pages, whose timers a browser slows down.
+    A page asks for /data?wait=SECONDS; the answer comes after these, or at once when the run has ended. So every page
+    gets the end, also hidden pages, whose timers a browser slows down.
     """
 
     def __init__(self, watch: str, board: RunsPageData) -> None:

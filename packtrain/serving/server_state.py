@@ -37,7 +37,7 @@ MAX_STORED_NBYTES = 4 << 20  # of all conversations together
 
 
 class StoredResponses:
-    """Conversations by the id of their last response, as JSON; the oldest ones go where there is no more room."""
+    """Conversations as JSON, by the id of their last response; beyond `max_nbytes` in all, the oldest are dropped."""
 
     def __init__(self, max_nbytes: int = MAX_STORED_NBYTES) -> None:
         self._max_nbytes, self._nbytes, self._lock = max_nbytes, 0, Lock()
@@ -195,8 +195,8 @@ class Server:
     # ---- jobs
 
     def keep(self, resource: T, resource_size: int, resource_kind: str = "grammars") -> T:
-        """Return a request's resource, such as a grammar, and count its size until it is freed. Raises ServerBusy if
-        all of its kind would be larger than RESOURCE_LIMITS."""
+        """Return `resource`, such as a grammar, and count its size (in RESOURCE_LIMITS's unit) until Python frees it.
+        Raises ServerBusy if all resources of its kind would be larger than their limit."""
         with self._resource_lock:
             if self._resource_sizes[resource_kind] + resource_size > RESOURCE_LIMITS[resource_kind]:
                 raise ServerBusy(f"too many large {resource_kind} are in use; try again later")
@@ -219,8 +219,8 @@ class Server:
             raise InputError(fact)
 
     def embed(self, texts: Sequence[Sequence[int]], norm: int = 2) -> list[np.ndarray]:
-        """Return the vector (C,) of each text, normalized by `norm`; with pooling none its tokens' (T, C), as they are.
-        Raises HttpRefusal, InputError."""
+        """Return the vector (C,) of each text (token ids), divided by its p-norm `norm` (see normalize_vector); with
+        pooling none, the vectors (T, C) of its tokens, not divided. Raises HttpRefusal, InputError, ServerBusy."""
         embedder = self.embedder
         if embedder is None:
             raise missing_flag("embeddings", "--embeddings")
@@ -282,7 +282,7 @@ class Server:
         return self._call_idle(number, erase)
 
     def _call_idle(self, number: int, function: Callable[[Context], int]) -> int:
-        """Return what a function returns in the engine's thread while a slot is idle. Raises HttpRefusal if not."""
+        """Call a function in the engine's thread, return its result. Raises HttpRefusal if slot `number` is busy."""
 
         def call() -> int:
             if self.engine.slots[number].answer:

@@ -22,7 +22,7 @@ class Slot:
 
     answer  the answer being written; None: the slot is idle
     scales  adapter scales with which its cells were computed
-    used    when the slot was last taken
+    used    when the slot was last taken, in seconds of time.monotonic()
     drafter  guesses tokens of its answers; None: none are guessed
     """
 
@@ -45,7 +45,7 @@ class Slot:
 class SlotAnswer:
     """The answer to a ticket, token by token.
 
-    left             tokens still to read: of the prompt, then the last token written
+    left             tokens that the model has still to read: of the prompt, or the last token written
     output_ids       tokens written
     text_ids         all tokens that count: the prompt and those written, less what was forgotten
     guess            tokens that may follow, which the next run checks
@@ -93,7 +93,7 @@ class SlotAnswer:
         return range(num_tokens - (num_tokens == len(self.left)), num_tokens)
 
     def take(self, num_tokens: int) -> int:
-        """Drop tokens that a run read from `left`; returns how many of the prompt were read for the first time."""
+        """Drop from `left` the tokens that a run read; returns how many the prompt had that were not read before."""
         num_read = self.num_read
         self.left = self.left[num_tokens:]
         if not self.output_ids:
@@ -110,7 +110,7 @@ class SlotAnswer:
                 self._prompt_tokens.append(scored_token)
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
-        """Take the middle out of the text when the context is full; returns (start, stop), positions in the cache."""
+        """Cut tokens after the first num_keep (and BOS) out of `text_ids`; returns their (start, stop) positions."""
         job, num_cached = self.job, len(self.text_ids) - 1
         num_keep = len(job.prompt) if job.num_keep < 0 else job.num_keep + has_bos
         num_keep = min(num_keep, num_cached - 1)
@@ -120,7 +120,7 @@ class SlotAnswer:
         return num_keep, num_keep + num_forgotten
 
     def choose_tokens(self, row_results: Sequence[SamplerInput]) -> None:
-        """Choose the next token, and go on while it equals the next guess. Raises InputError."""
+        """Choose the next token by the first result, and more while tokens equal the guesses. Raises InputError."""
         guess, self.guess = self.guess, []
         self.num_drafted += len(guess)
         for row_result, guessed_token in zip_longest(row_results[-1 - len(guess) :], guess):
@@ -172,7 +172,7 @@ class SlotAnswer:
         )
 
     def finish(self, reason: str, message: str = "") -> None:
-        """End the answer: report the rest of its text, and why it ended."""
+        """End the answer if it has not ended: report the rest of its text, then AnswerEnd with `reason`, `message`."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -202,7 +202,7 @@ class SlotAnswer:
 
 
 def describe_token(candidates: SamplerInput, token_id: int, num_top: int) -> GeneratedToken:
-    """Return a generated token; if `num_top`, with its log-probability and the `num_top` likeliest tokens."""
+    """Return a token with its log-probability and the `num_top` likeliest of `candidates`; num_top 0: its id only."""
     if not num_top or isinstance(candidates, int):
         return GeneratedToken(token_id)
     if isinstance(candidates, np.ndarray):

@@ -85,7 +85,7 @@ class ToolCallStyle:
         return tuple(f"{name}{self.middle}{brace}" for name in names)
 
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
-        """Split an answer into its words and the calls (name, arguments) behind them, up to one that cannot be read."""
+        """Split an answer into words and the calls (name, arguments) behind them, up to the first unreadable one."""
         text = text.removeprefix(self.words_prefix)
         opening_match = self._opening_pattern(names).search(text)
         if opening_match and self.middle is not None and not self.opening.strip():
@@ -110,7 +110,7 @@ class ToolCallStyle:
         )
 
     def _earlier_call(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
-        """Find a call without an opening mark, behind words of the answer, that ends where the call at `at` begins."""
+        """Find a call without opening text, after words of the answer, that ends at `at`, where another call begins."""
         name_pattern = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
         for match in name_pattern.finditer(text, 0, at):
             earlier_calls, end_pos = self._read_calls(text, match.start(), names)

@@ -30,9 +30,9 @@ class RequestTools:
     functions       each with name, description and parameters
     choice          auto, required, or the name of a tool
     allow_parallel  whether an answer may have several calls
-    warnings        keywords of schemas to which answers are not held; a strict, named or required tool is refused.
-                    With choice auto, such a tool may never be called: refusing would be wrong, and so would silence.
-                    Clients ignore fields that they do not know
+    warnings        sentences about keywords of schemas to which no grammar holds answers. A strict, named or required
+                    tool with such a keyword is refused. With choice auto a tool may never be called: refusing it would
+                    be wrong, and so would silence; clients ignore fields that they do not know
     """
 
     functions: tuple[Call, ...]
@@ -45,7 +45,7 @@ class RequestTools:
     def from_request(
         cls, body: JsonBody, conversation: Conversation, style: ToolCallStyle
     ) -> "RequestTools | None":
-        """Parse the tools that an answer may call; None without any. Raises InputError."""
+        """Parse the tools that an answer may call; None without tools, or for tool_choice none. Raises InputError."""
         choice = body.get("tool_choice") if body.has("tool_choice") else "auto"
         functions = tuple(tool["function"] for tool in conversation.tools or ())
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -218,7 +218,7 @@ def _definitions(schema: Call) -> Call:
 
 
 def _allowed_functions(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call, ...]]:
-    """Return mode and listed functions of a tool_choice of type allowed_tools. Raises InputError."""
+    """Return (mode, those of `functions` that it lists) of a tool_choice of type allowed_tools. Raises InputError."""
     options = JsonBody(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
     allowed = [_named(item, "tool_choice.tools") for item in options.get_list("tools", MAX_TOOLS)]
     if not allowed:

@@ -53,13 +53,13 @@ class World:
         """Begin to replace each f32 array by its sum over all ranks; `wait_for_transfers` waits for the end."""
 
     def start_all_gather(self, arrays: Sequence[np.ndarray]) -> None:
-        """Begin to fill each flat f32 array with all ranks' parts (`rank_slice`); `wait_for_transfers` ends this."""
+        """Begin to fill each flat f32 array with all ranks' parts; see rank_slice and `wait_for_transfers`."""
 
     def start_reduce_scatter(
         self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
         """Begin to sum a flat f32 array over all ranks, and to write this rank's part (rank_slice) into `local_sum` if
-        `fresh`, else to add it there; `wait_for_transfers` ends this. `rank_and_size`: (this rank, number of ranks)."""
+        `fresh`, else to add it there; see `wait_for_transfers`. `rank_and_size`: (this rank, number of ranks)."""
         local_part = array[rank_slice(len(array), *rank_and_size)]
         if fresh:
             local_sum[:] = local_part

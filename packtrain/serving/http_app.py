@@ -52,8 +52,8 @@ class BodyReader:
     async def parse_body(
         self, request: Request, limits: RequestLimits, route_kind: str
     ) -> AsyncIterator[Any]:
-        """Yield a body's parsed JSON. Few bodies of a `route_kind` are parsed at once; this one's turn lasts until the
-        block ends. Raises HTTPException, InputError."""
+        """Yield a body's parsed JSON. NUM_READERS bodies of a `route_kind` (a method in ROUTES) have turns at once;
+        this one's lasts until the block ends. Raises HTTPException (408, 413, 503), InputError."""
         body_bytes = bytearray()
         async with AsyncExitStack() as turn_stack:
             try:

@@ -75,7 +75,7 @@ def seeded_jobs(job: GenerationJob, count: int) -> list[GenerationJob]:
 
 
 def parse_grammar(server: Server, body: JsonBody) -> Grammar | None:
-    """Return the grammar of a request's grammar, json_schema or response_format, or None. InputError, ServerBusy."""
+    """Create a request's grammar (grammar, json_schema, response_format), or None. Raises InputError, ServerBusy."""
     grammar_text, schema_text = body.text("grammar", "", MAX_GRAMMAR_CHARS), schema_of(body)
     if grammar_text and schema_text:
         raise InputError("grammar and json_schema exclude each other")

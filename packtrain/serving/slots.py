@@ -110,7 +110,7 @@ class SlotAnswer:
                 self._prompt_tokens.append(scored_token)
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
-        """Cut tokens after the first num_keep (and BOS) out of `text_ids`; returns their (start, stop) positions."""
+        """Cut tokens after num_keep (and BOS if `has_bos`) out of `text_ids`; returns their (start, stop) positions."""
         job, num_cached = self.job, len(self.text_ids) - 1
         num_keep = len(job.prompt) if job.num_keep < 0 else job.num_keep + has_bos
         num_keep = min(num_keep, num_cached - 1)

@@ -44,7 +44,7 @@ class Adapter:
         return lora_scale(self.alpha, self.lora_pairs[name][1].shape[-1])
 
     def delta_rows(self, name: str, row_start: int, row_stop: int) -> np.ndarray:
-        """Return rows row_start:row_stop of scale * B A, f32; rows of a stack of experts count through all experts."""
+        """Return rows row_start:row_stop of scale * B A, f32; row numbers of a stack go on from expert to expert."""
         a, b = self.lora_pairs[name]
         adapter_scale = np.float32(self.scale_of(name))
         if name == EMBEDDING:
@@ -181,8 +181,8 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 def write_adapter(
     path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None, check: Check = bool
 ) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32; `name` is for its metadata, `base` tells factors on outputs of
-    its experts, `check(path)` may refuse the written file by raising, before it gets its name."""
+    """Write an adapter for llama.cpp's --lora, in f32; `name`: for the metadata; B is multiplied by factors that `base`
+    has for outputs of experts; check(path) may refuse the file by raising, before it gets its name."""
     expert_factors = _expert_factors(adapter.lora_pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE_KEY: MetadataValue("string", adapter.architecture),

@@ -20,7 +20,7 @@ FLASH_HELP = (
 def with_flash(
     config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
-    """Set config.flash by `mode` (--flash-attn), the backends' ops and the type of a KV `cache` (None: no cache)."""
+    """Return config with flash by `mode` (--flash-attn) and the backends' ops; `cache`: a KV cache's type, or None."""
     missing_ops = "" if mode == OFF else missing_attention_ops(config, target, cache)
     if missing_ops and mode == ON:
         raise InputError(f"--flash-attn on: {missing_ops}")
@@ -41,7 +41,7 @@ def missing_attention_ops(config: Config, target: Target, cache: Dtype | None) -
 
 
 def kv_backends(config: Config, target: Target, cache: Dtype | None) -> list[Backend]:
-    """Return the backends that hold keys and values: on another one, attention would copy all cells in every block."""
+    """Return the backends that hold keys and values, where attention must run; `cache` as in with_flash."""
     if cache is None:
         return [target.backends[0]]
     cache_leaves = (state(f"cache.k.{i}", (1,), role="cache") for i in range(config.block_count))

@@ -42,7 +42,7 @@ def compute_block(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer
 def mix_tokens(
     block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer
 ) -> tuple[Tensor, Tensor]:
-    """Add attention, convolution or scan to h (..., C); return (x, h): the feed-forward's input, and the sum."""
+    """Return (x, h): the feed-forward's input, and h (..., C) plus the block's attention, convolution or scan of h."""
     config, i, traits = block.config, block.block_index, block.config.traits
     x = mixer_input = block.saved(block.norm("attn_norm", h)) if traits.pre_norms else h
     if config.has_weight("attn_norm_2"):
@@ -200,7 +200,7 @@ def ungated_feed_forward(block: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def mixture(block: BlockBuilder, x: Tensor, h: Tensor | None, read: Tensor | None = None) -> Tensor:
-    """Return (..., C): the mixture of experts' outputs for x, + h if given. The router reads `read`, by default x."""
+    """Return (..., C): h (None: 0) plus the mixture of experts' outputs for x; the router reads `read` (None: x)."""
     config, traits = block.config, block.config.traits
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     if config.has_weight("ffn_gate_up_exps"):

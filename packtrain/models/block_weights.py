@@ -21,7 +21,7 @@ def _no_mixer(*_args: object) -> Tensor:
 class Mixer:
     """Functions by which tokens of a batch, or of a cache, see earlier tokens: (block index, inputs) -> output.
 
-    attend           attention of queries, keys, values and sinks; keys and values None: another block's are used
+    attend           attention of queries, keys, values and sinks; keys and values None: those of block source_of(i)
     convolve         short convolution of x with filters; `convolve_states` is the convolution before a scan
     scan             scan of x, steps, decays and skips
     delta_rule       gated delta rule of x, decays and betas
@@ -61,7 +61,7 @@ class BlockBuilder(BlockWeights):
         return self.named(name, self.project(name, x, acc))
 
     def saved(self, x: Tensor) -> Tensor:
-        """Round x to bf16 if activations are saved so; forward reads it rounded, too: recomputing changes no bit."""
+        """Round x to bf16 if config.saved says so, for forward as well as backward: recomputing changes no bit."""
         return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
 
     def norm(self, name: str, x: Tensor) -> Tensor:

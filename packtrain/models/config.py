@@ -33,12 +33,12 @@ class RopeScaling:
 
     @property
     def divisor(self) -> float:
-        """Return by how much rope's frequencies are divided; yarn divides only the low ones."""
+        """Return the divisor of rope's frequencies, 1 without scaling; yarn divides only the low frequencies."""
         return 1.0 if self.type == "none" else self.factor
 
     def magnitude(self, divisor: float, is_latent: bool = False) -> float:
-        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp. If heads
-        are made from narrow vectors (`is_latent`) and there is a multiplier, the scale of scores grows instead."""
+        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp. In latent
+        attention (`is_latent`) with a log_multiplier, the scale of scores grows instead, see attention_growth."""
         if self.type != "yarn":
             return self.attn_factor
         growth = _yarn_growth(self.factor, 1.0)
@@ -205,12 +205,12 @@ class Config(ModelSizes):
 
     @property
     def original_context(self) -> int:
-        """Return the context length of pretraining."""
+        """Return the context length of pretraining, in tokens, before rope scaling extended it."""
         return self.rope_scaling.original_context or self.context_length
 
     @property
     def short_context(self) -> int:
-        """Return the longest context that uses the short rope factors; 0: there is one set of factors."""
+        """Return the longest context, in tokens, that uses the short rope factors; 0: there are no long factors."""
         return self.original_context if LONG in self.optional else 0
 
     @property
@@ -252,7 +252,7 @@ class Config(ModelSizes):
 
     @property
     def differing(self) -> bool:
-        """Whether blocks differ in sizes (heads, feed-forward, own keys and values)."""
+        """Whether blocks differ: in widths of heads or feed-forward, own keys and values, or sparse gates."""
         sparse = 0 < self.traits.num_sparse_blocks < self.block_count
         return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths or sparse)
 
@@ -324,8 +324,8 @@ def linear_scaling(freq_scale: float) -> RopeScaling:
 
 
 def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> None:
-    """Call `report` with a warning if context length `ctx` exceeds the trained one, or needs long rope factors. Raises
-    InputError beyond learned positions."""
+    """Call `report` with a warning if `ctx` tokens of context are more than trained, or need long rope factors. Raises
+    InputError if they are more than the learned positions."""
     trained_context, short = config.context_length, config.short_context
     if ctx > trained_context and config.traits.learned_positions:
         raise InputError(

@@ -34,13 +34,13 @@ class DistillationLoss:
     top: int = 16  # how many of the teacher's likeliest tokens count
 
     def numbers(self, time: int) -> int:
-        """Return how many 4-byte numbers a row of `time` tokens adds to the inputs, from which memory is planned."""
+        """Return how many 4-byte numbers this loss adds to the inputs for a row of `time` tokens; plans count them."""
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """Compute the loss (): the data's (base_loss) and the teacher's, from its likeliest tokens, in shares; `chunk`:
-        tokens whose logits exist at a time. Adds the graph inputs teacher_ids i32 and teacher_parts, see
-        row_weights."""
+        """Compute the loss (): (1 - weight) * the data's (base_loss) + weight * the teacher's; `chunk`: tokens whose
+        logits exist at a time. Adds the graph inputs teacher_ids i32 and teacher_parts f32, (B, top + 1, T): rows of
+        the head, and their weights by row_weights."""
         (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)

@@ -17,7 +17,7 @@ WEIGHTS_SCALE, WEIGHTS_NORM = "expert_weights_scale", "expert_weights_norm"
 
 
 def feed_forward_length(keys: MetadataReader) -> int:
-    """Return the feed-forward's width; files that have only experts give their width."""
+    """Return the feed-forward's width; in files that have only experts, an expert's. Raises InputError."""
     return keys.size("feed_forward_length", keys.get(EXPERT_WIDTH))
 
 

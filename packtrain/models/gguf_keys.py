@@ -53,7 +53,7 @@ class MetadataReader:
         self.architecture = ARCHITECTURES[name]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value in the file, else `default`, else the architecture's default."""
+        """Return the value in the file, else `default` (None: the architecture's default; None without one)."""
         default = self.architecture.key_defaults.get(key) if default is None else default
         return self.metadata.get(f"{self.architecture.name}.{key}", default)
 
@@ -65,7 +65,7 @@ class MetadataReader:
         )
 
     def size(self, key: str, default: int | None = None, min_size: int = 1) -> int:
-        """Return the value of `key`, a whole number of `min_size` or more. Raises InputError."""
+        """Return the whole number under `key`, at least `min_size`; `default` as in get. Raises InputError."""
         value = self.get(key, default)
         if key in PER_BLOCK_KEYS and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             value = int(value[0]) if len({*value.tolist()}) == 1 else value

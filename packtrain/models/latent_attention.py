@@ -96,5 +96,5 @@ def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, start: int, length: int) -> Tensor:
-    """Return elements start … start + length of the last axis of x."""
+    """Return a view of x: elements start … start + length - 1 of the last axis."""
     return ops.narrow(x, axis=len(x.shape) - 1, start=start, length=length)

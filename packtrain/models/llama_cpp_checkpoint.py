@@ -50,7 +50,7 @@ class LlamaCppCheckpoint:
         return self.model.gguf.path.name
 
     def notes(self, settings: Any) -> Iterator[str]:
-        """Yield what a new run takes from the checkpoint, and why not the optimizer's moments."""
+        """Yield a sentence on what a new run takes from the checkpoint, and why no moments; nothing on resume."""
         if not settings.resume:
             yield (
                 f"the weights are those of {self.model.gguf.path} after {plural(self.num_iterations, 'iteration')};"
@@ -63,7 +63,7 @@ class LlamaCppCheckpoint:
             session.set({name: self.model.weight(name)})
 
     def config(self, num_tokens: int) -> Config:
-        """Return the configuration. Raises InputError unless each row of the embedding has a token."""
+        """Return the model's Config. Raises InputError unless the embedding has `num_tokens` rows, the vocabulary's."""
         if num_tokens != self.model.config.vocab_size:
             raise InputError(
                 f"{self.vocab}: its vocabulary has {plural(num_tokens, 'token')}, and token_embd.weight of"

@@ -44,14 +44,14 @@ class Lora:
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
     def input_of(self, name: str) -> str:
-        """Return the name of the graph input that holds a tensor's scales; "" if its scale is one number."""
+        """Return the graph input with each token's scales of tensor `name`; "" if all tokens have the same scale."""
         owners = dict(self.owners).get(name)
         return "" if owners is None else self.scale_inputs()[owners]
 
     def adapter_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield (name, shape) of A and of B for each matrix with an adapter; `shapes`: the model's tensors by name."""
+        """Yield (name, shape) of A and of B for each matrix with an adapter; `shapes`: the base's tensors by name."""
         first_block = blocks - self.last if self.last else 0
         for name, shape in shapes.items():
             in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first_block

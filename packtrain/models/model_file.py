@@ -87,7 +87,7 @@ def open_model(path: str | Path, extra_tensors: Sequence[str] = ()) -> ModelFile
 
 
 def fingerprint(model: ModelFile) -> str:
-    """Return a hash of the names, types and shapes of a model's tensors, and the first and last bytes of each."""
+    """Return 16 hex digits: a hash of tensors' names, types, shapes, and first and last EDGE_NBYTES bytes."""
     digest = hashlib.sha256()
     for name, info in model.gguf.entries.items():
         digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
@@ -112,7 +112,7 @@ def _check_vocabulary(gguf: GGUF, config: Config) -> None:
 
 
 def check_tensors(gguf: GGUF, config: Config, extra_tensors: Sequence[str] = ()) -> None:
-    """Raise InputError unless the file has the model's tensors, of readable types, and no others but extra ones."""
+    """Raise InputError unless the file has the model's tensors, readable, and no others; makes (1, N) vectors (N,)."""
     leaves = transformer.weights(config)
     count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
     unused_blocks = (f"blk.{config.block_count + i}." for i in range(count))
@@ -150,7 +150,7 @@ def save_model(
     read_weight: Callable[[str], np.ndarray], *,
     dtype: str = "f32", name: str, extra: Mapping[str, MetadataValue] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Write a model that llama.cpp loads; read_weight(name) returns f32 arrays, called for one after another.
+    """Write a model that llama.cpp loads; read_weight(name) returns f32, called in turn. InputError: beyond dtype.
 
     dtype       element type of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
     vocabulary  the tokenizer.* metadata
@@ -205,7 +205,7 @@ def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype)
 
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:
-    """Raise InputError, which calls the second model `subject`, unless both have the same tokens."""
+    """Raise InputError, which calls the second model `subject`, unless tokens agree; either may have some more."""
     model_tokens, draft_tokens = (file.gguf.metadata[TOKENS_KEY] for file in (model, draft))
     if abs(len(model_tokens) - len(draft_tokens)) > MAX_VOCAB_DIFFERENCE:
         raise InputError(

@@ -58,7 +58,7 @@ def read_config(gguf: GGUF) -> Config:
 
 
 def num_unused_blocks(keys: MetadataReader) -> int:
-    """Return the number of last blocks for multi-token prediction, which nothing here uses."""
+    """Return how many last blocks are for multi-token prediction, which nothing here uses. Raises InputError."""
     if NEXT not in keys.architecture.key_defaults:
         return 0
     count, blocks = keys.size(NEXT, min_size=0), keys.size("block_count")
@@ -88,8 +88,8 @@ def _read_vocabulary_size(gguf: GGUF) -> int:
 
 
 def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:
-    """Return the architecture's optional tensors that the file has, by names within blocks: outside blocks, or in the
-    first or last block, as only the last is sure to have those of experts."""
+    """Return the architecture's optional tensors that the file has, by names within blocks: it looks outside blocks, in
+    the first block, and in `last_block`, as first blocks may have no experts."""
     names = architecture.optional_tensors
     at = "", "blk.0.", f"blk.{last_block}."
     return tuple(name for name in names if any(f"{prefix}{name}" in gguf.entries for prefix in at))

@@ -44,7 +44,7 @@ def read_scaled(specs: Iterable[str], base: GGUF) -> list[Scaled]:
 
 
 def merge_only_weights(adapter: Adapter) -> list[str]:
-    """Return the adapter's matrices, by their names within blocks, that llama.cpp only applies when merged."""
+    """Return names within blocks, such as attn_q, of adapted matrices that llama.cpp applies only when merged."""
     merge_only_names = ARCHITECTURES[adapter.architecture].merge_only_weights
     adapted_names = dict.fromkeys(name.split(".")[-2] for name in adapter.lora_pairs)
     return [name for name in merge_only_names if name in adapted_names]

@@ -22,7 +22,7 @@ WINDOW_WIDTHS = "attention.key_length_swa", "attention.value_length_swa", "rope.
 def kinds(
     keys: MetadataReader, gguf: GGUF, blocks: int, window_fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Read Config fields of sizes that differ among blocks; `window_fields` say which blocks have a window."""
+    """Read Config fields of sizes by which blocks differ, {} if none may; `window_fields`: Config fields of windows."""
     if not keys.architecture.has_uneven_blocks:
         return {}
     pattern, every = window_fields["window_pattern"], keys.architecture.key_defaults[WINDOW_PATTERN]

@@ -79,7 +79,7 @@ class PreferenceLoss:
         return named("loss", ops.sum(ops.mul(pair_losses, input(PAIRS, (rows, num_pairs))))), logps
 
     def _judge_margin(self, margin: Tensor) -> Tensor:
-        """Compute each pair's loss (B, P) from the margins (B, P): chosen minus rejected score."""
+        """Compute each pair's judge(z) (B, P) from the margins (B, P), which are chosen minus rejected scores."""
         if self.judge == "square":
             return ops.sqr(ops.scale(margin, by=1.0, bias=-1 / (2 * self.beta)))
         z = ops.scale(margin, by=self.beta, bias=-self.gamma)
@@ -129,5 +129,5 @@ KINDS = {
 
 
 def make_preference(name: str, **settings: Any) -> PreferenceLoss:
-    """Return the loss of this name with these settings; None keeps the loss's own setting."""
+    """Return the loss `name`, a key of KINDS, with `settings`, fields of PreferenceLoss; None keeps its default."""
     return replace(KINDS[name], **{k: value for k, value in settings.items() if value is not None})

@@ -76,7 +76,7 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def fit_block_width(dtype: Dtype, row_width: int) -> Dtype:
-    """Return the type, or if its blocks do not divide rows of `row_width`, the next smaller-block type, or else f16."""
+    """Return `dtype`, or if its blocks do not divide rows of `row_width` values, dtype.smaller, or if not that, f16."""
     if row_width % dtype.block:
         dtype = dtype.smaller or dtype
     return f16 if row_width % dtype.block else dtype
@@ -101,7 +101,7 @@ FALCON_DOWN_DTYPES = {
 
 
 class _DtypeRules:
-    """Rules of a mix that choose a tensor's element type; counts the tensors of each kind."""
+    """Rules of a mix that choose a tensor's element type; counts tensors, which must come in _tensor_order."""
 
     key_dtype = q8_0  # type of attn_k with eight experts
 
@@ -175,7 +175,7 @@ class _DtypeRules:
         return any_heads or self._metadata_number("attention.head_count_kv", heads) != heads
 
     def _next_index(self, pattern: str, name: str) -> int:
-        """Count a tensor of the kind `pattern`; return how many came before, or with experts its block's number."""
+        """Count a tensor of the kind `pattern`; return how many came before, or if the model has experts its block."""
         index = self.tensor_counts[pattern]
         self.tensor_counts[pattern] += 1
         return (_block_index(name) or 0) if self.experts > 1 else index  # a block has several

@@ -38,12 +38,12 @@ class ReplayLoss:
         return f"Replay(length={self.length}, weight={self.weight}, texts={self.num_texts}, width={self.head_width})"
 
     def numbers(self, time: int) -> int:
-        """Return how many 4-byte numbers a row of `time` tokens adds to the inputs, from which memory is planned."""
+        """Return how many 4-byte numbers this loss adds to the inputs for a row of `time` tokens; plans count them."""
         return (self.head_width + 2) * min(self.length, time)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all texts, with their means in f16."""
+        """Return the bytes of all texts: for each token its id, its constant and its mean of head rows in f16."""
         return self.num_texts * self.length * (2 * self.head_width + 8)
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:

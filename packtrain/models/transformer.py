@@ -62,8 +62,8 @@ def _weight_leaves(config: Config, dtype_items: tuple[tuple[str, Dtype], ...]) -
 def initialize_weights(
     config: Config, seed: int, visit_weight: Callable[[str, Callable[[np.ndarray], None]], None]
 ) -> None:
-    """Initialize weights: visit_weight(name, fill) must call fill(array), which fills in place, for each weight. Normal
-    with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms 1, biases 0."""
+    """Initialize weights: visit_weight(name, fill) must call fill(f32 array), which fills in place. Matrices: normal of
+    deviation 0.02, over sqrt(2 blocks) for projections into the residual stream; biases 0, ssm_a -1, norms 1."""
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
         adds_to_residual = name.endswith(ADDING)
@@ -222,7 +222,7 @@ def delta_rule(config: Config) -> DeltaRuleAttrs:
 
 
 def rule_of(config: Config, i: int) -> AttentionAttrs:
-    """Return the attributes of block i's attention op; a negative window means chunks."""
+    """Return the attributes of block i's attention op; window 0: none, negative: chunks of that many tokens."""
     return {
         "scale": config.attention_scale,
         "window": -config.window_of(i) if config.traits.attention_chunk else config.window_of(i),
@@ -231,7 +231,7 @@ def rule_of(config: Config, i: int) -> AttentionAttrs:
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
-    """Normalize the last block's output, with several streams merged first."""
+    """Normalize the last block's output h, (..., C) or (..., S, C), whose S streams are merged first: (..., C)."""
     h = altup.merge_streams(config, w, h) if config.traits.num_streams else h
     return named("output_norm", apply_norm(config, w, config.traits.last_norm, h))
 
@@ -242,7 +242,7 @@ def head(w: Weights) -> Tensor:
 
 
 def head_input(config: Config, x: Tensor) -> Tensor:
-    """Scale the last norm's output x by the factor of logits, which the head then multiplies."""
+    """Return the head's input: the last norm's output x, times the model's factor of logits if it has one."""
     logit_scale = config.logit_scale
     if not logit_scale:
         return x

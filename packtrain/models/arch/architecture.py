@@ -60,7 +60,7 @@ NUMBERED = ("w1", "w3", "w2")
 def feed_forward(
     module: str, suffix: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """Return {module: GGUF name}: `{module}.{names[0]}` is ffn_gate, then ffn_up, ffn_down; with `suffix`."""
+    """Return {f"{module}.{name}": GGUF name} for `names`: ffn_gate, ffn_up and ffn_down, each followed by `suffix`."""
     parts = zip(names, ("gate", "up", "down"), strict=True)
     return {f"{module}.{name}": f"ffn_{part}{suffix}" for name, part in parts}
 
@@ -104,7 +104,7 @@ SHARED_AND_DENSE = ("expert_shared_count", "leading_dense_block_count")
 
 
 def fixed(**values: Any) -> dict[str, tuple[Any, ...]]:
-    """Return Family.required_values, {key: (default, allowed)}, for config keys whose only allowed value is given."""
+    """Return Family.required_values, {key: (default, allowed value)}, where `values` are both: key=value."""
     return {key: (value, value) for key, value in values.items()}
 
 
@@ -247,12 +247,12 @@ class Family:
     blank: str = ""  # prefix of placeholder pieces, which stand for nothing
 
     def check_values(self, hf_config: HFConfig) -> None:
-        """Raise InputError for configs without the required values."""
+        """Raise InputError for a config key whose value, or default, is none of those in required_values."""
         for key, (default, *allowed) in self.required_values.items():
             hf_config.require_one_of(key, default, *allowed)
 
     def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-        """Return the GGUF metadata that only this family has. Raises InputError for unsupported config values."""
+        """Return GGUF keys, without the architecture's prefix, that only this family has. Raises InputError."""
         keys: Keys = {key: SIZE_KEYS[key](sizes) for key in self.size_keys}
         if self.rotated_share:
             keys["rope.dimension_count"] = hf_config.rotated_width(
@@ -364,6 +364,6 @@ class Architecture:
         return self.num_kv_blocks > 0 or "attention.shared_kv_layers" in self.key_defaults
 
     def score_width(self, sizes: ModelSizes) -> int:
-        """Return the width n of the factor 1 / sqrt(n) of attention scores."""
+        """Return the width n by whose root attention scores are divided: a head's, in some models embedding / heads."""
         is_wide = sizes.block_count == self.wide_score_blocks
         return sizes.embedding_length // sizes.head_count if is_wide else sizes.head_width

@@ -29,8 +29,8 @@ class RopeSettings(dict[str, Any]):
 class HFConfig:
     """A config.json; a null value counts as missing.
 
-    read_keys  names of the keys that were read
-    notes      messages about readers of the file that compute something else
+    read_keys  names of the keys that were read; every method that returns a value adds to them
+    notes      messages for the user about readers of the checkpoint that compute something else
     """
 
     path: Path
@@ -68,7 +68,7 @@ class HFConfig:
                         yield f"{key}.{name}", inner_value
 
     def with_aliases(self, key_aliases: Mapping[str, tuple[str, ...]]) -> "HFConfig":
-        """Return a config whose missing keys have the value of their first alias that exists."""
+        """Return a config in which a missing key has the value of its first alias, of {key: aliases}, that exists."""
         values = dict(self.json_values)
         for key, aliases in key_aliases.items():
             for alias in aliases:
@@ -77,11 +77,11 @@ class HFConfig:
         return HFConfig(self.path, values, self.read_keys, self.notes)
 
     def but(self, **new_values: Any) -> "HFConfig":
-        """Return a copy of the config with these values."""
+        """Return a copy of the config with `new_values`; both share read_keys and notes."""
         return HFConfig(self.path, {**self.json_values, **new_values}, self.read_keys, self.notes)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return the value of `key`, a whole number of 1 or more. Raises InputError."""
+        """Return the whole number of 1 or more under `key`, or `default` (None: required). Raises InputError."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value <= MAX_SIZE:
             raise self.wrong(key, value, f"a whole number from 1 to {MAX_SIZE}")
@@ -107,7 +107,7 @@ class HFConfig:
         return value
 
     def require_one_of(self, key: str, default: Any, *allowed: Any) -> None:
-        """Raise InputError unless the value is one of `allowed`."""
+        """Raise InputError unless the value of `key`, or `default` if it is missing, is one of `allowed`."""
         value = self.get(key, default)
         if value not in allowed:
             raise self.wrong(key, value, " or ".join(map(repr, allowed)))
@@ -151,7 +151,7 @@ class HFConfig:
     # ---- rope
 
     def rope_settings(self) -> RopeSettings:
-        """Return the rope settings, under the old key, which transformers prefers, or the new one."""
+        """Return rope_scaling, which transformers prefers, or rope_parameters. Raises InputError if both differ."""
         new_settings, old = (self.get(key) or {} for key in ROPE_KEYS)
         if not isinstance(new_settings, dict) or not isinstance(old, dict):
             raise self.wrong("rope_scaling", old or new_settings, "an object")
@@ -204,14 +204,14 @@ class HFConfig:
         return base
 
     def scaling(self) -> str:
-        """Return the type of rope scaling; "default" means no scaling."""
+        """Return the type of rope scaling of layers without a window; "default": no scaling."""
         settings = self.full_rotation()
         new_type, old_type = settings.get("rope_type"), settings.get("type")
         scaling_type = str((old_type if new_type is None else new_type) or "default")
         return "longrope" if scaling_type == "su" else scaling_type  # its former name
 
     def note_fixed_eps(self, part: str) -> None:
-        """Note that transformers gives `part` of the model an eps of 1e-6, if the config has another."""
+        """Add to `notes` that transformers gives `part` of the model an eps of 1e-6, if the config has another."""
         if (eps := self.real("rms_norm_eps")) != FIXED_EPS:
             fact = f"rms_norm_eps is {eps:g}, and transformers takes {FIXED_EPS:g} for {part}"
             self.notes.append(f"{fact}; packtrain and llama.cpp take {eps:g}, as the file has one")

@@ -57,7 +57,7 @@ class MergeSettings:
 
 
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
-    """Merge adapters into the base as a file; returns counts and bytes. Raises InputError; an old file then stays."""
+    """Merge adapters into the base as a file; returns its counts. Raises InputError, DoesNotFit: an old file stays."""
     check_rules(settings)
     start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGEABLE)
@@ -103,7 +103,7 @@ def _write_calibrated(
     events: Events,
 ) -> None:  # fmt: skip
     """Write the merged file, `name` in its metadata, with matrices rounded by what they compute on data, or as an
-    adapter of `--aware` was trained for them to be; calls `done` as write_file does. Raises DoesNotFit."""
+    adapter of `--aware` was trained for them to be; calls done(entry, new type, error) for each. Raises DoesNotFit."""
     limited: AbstractContextManager[ReadingPlan | None]
     limited = pages_within(settings.resident, lambda: 0, PASSING_NBYTES)
     if merge_job.aware is not None:

@@ -52,7 +52,7 @@ class CheckedAnswer:
     """A held-out question, the data's answer, and those of base and tuned model.
 
     base_ended, tuned_ended  "end" if the model ended its answer by itself, "loop" if it repeated itself, "count" if the
-                             answer was cut at MAX_TOKENS
+                             answer was cut at MAX_TOKENS, "context" if the context was full
     reference_tokens         length of the data's answer
     """
 
@@ -80,7 +80,7 @@ def read_answers(folder: Path) -> tuple[CheckedAnswer, ...]:
 
 
 def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
-    """Answer held-out questions in `budget` private bytes, report and save answers; a stop ends only the check."""
+    """Answer held-out questions in `budget` bytes (None: no limit), report, save; a stop ends only the check."""
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     (settings.folder / ANSWERS_FILE).unlink(missing_ok=True)
     questions = held_out_questions(job, settings.check_answers)
@@ -117,7 +117,7 @@ def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
 
 
 def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
-    """Return whether `budget` (bytes) leaves memory to load a vocabulary, which answering needs; report if not."""
+    """Return whether `budget` private bytes (None: no limit) leave room for a vocabulary; report it if they do not."""
     release_memory()
     if budget is None or budget - private_nbytes() >= TOKEN_NBYTES * job.config.vocab_size:
         return True
@@ -126,7 +126,7 @@ def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
 
 
 def held_out_questions(job: TrainingJob, num_questions: int) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt's ids, reference's ids) of up to `num_questions` validation questions, short answers first."""
+    """Return (ids of the prompt, of the answer) of `num_questions` validation samples at most, short answers first."""
     questions = dict[tuple[int, ...], list[int]]()
     valid_batches = job.valid
     if (
@@ -162,7 +162,7 @@ def _generate_replies(
     job: TrainingJob, model: ModelFile, prompts: Sequence[Sequence[int]], budget: int | None,
     stopped: Callable[[], bool],
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield (answer, end reason) for each prompt, in `budget` bytes. Raises DoesNotFit, InputError, Interrupted."""
+    """Yield (answer, its end as in CheckedAnswer) for each prompt. Raises DoesNotFit, InputError, Interrupted."""
     target, tokenizer = job.settings.target, model.tokenizer()
     num_cells = min(max(map(len, prompts)) + MAX_TOKENS, model.config.context_length)
     check_cache(model, num_cells, "f16")

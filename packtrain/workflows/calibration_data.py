@@ -29,8 +29,8 @@ SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 def calibration(
     settings: Any, model: ModelFile, events: Events, max_row_tokens: int = CONTEXT
 ) -> SampleBatches:
-    """Return the data of --calibrate, or of --data, in rows that are the same in each run; `settings` are of a command
-    with --memory and --columns. Raises InputError."""
+    """Return the data of --calibrate, or --data, in rows that are the same in each run; compiles missing kernels first.
+    `settings` are of a command with --memory and --columns. Raises InputError, DoesNotFit."""
     name = "calibrate" if hasattr(settings, "calibrate") else "data"
     data = require_existing(getattr(settings, name), flag(name))
     memory = settings.memory or getattr(settings, "resident", None)
@@ -69,8 +69,8 @@ Reading = TypeVar("Reading", bound=_SizedReading)
 def fitting_reading(
     memory: str | None, readings: Iterable[Reading], work: str, flag_name: str = "--memory"
 ) -> Reading:
-    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits `memory`; None: no
-    limit. Raises DoesNotFit with flag `flag_name` and the least that suffices to `work`, such as "read the data"."""
+    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits `memory`, a size as
+    text (None: no limit). Raises DoesNotFit: `flag_name` is too small to `work` ("read the data"), and what is not."""
     release_memory()
     used_nbytes, needed_nbytes = private_nbytes(), 0
     for reading in readings:
@@ -85,7 +85,7 @@ def fitting_reading(
 def limited_reading(
     settings: Any, readings: Iterable[ReadingPlan], work: str
 ) -> Iterator[ReadingPlan]:
-    """Yield the first of `readings` that fits --memory, or --resident, which limits pages; see fitting_reading."""
+    """Yield the first of `readings` that fits --memory, or --resident, which limits the block's pages. DoesNotFit."""
     if settings.resident is None:
         yield fitting_reading(settings.memory, readings, work)
         return

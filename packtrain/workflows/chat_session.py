@@ -69,7 +69,7 @@ class ChatSession:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def retract(self) -> str | None:
-        """Remove and return the user's last message, with all messages after it."""
+        """Remove the user's last message and all after it; return that message, or None if there is none."""
         while self.messages and self.messages[-1]["role"] != "system":
             message = self.messages.pop()
             if message["role"] == "user":
@@ -77,7 +77,7 @@ class ChatSession:
         return None
 
     def answer(self, text: str) -> GeneratedText:
-        """Return the answer to a message, and report its text as it comes. A message that fails is removed again."""
+        """Return the answer to a message, and report its text as it comes; on InputError the message is removed."""
         self.messages.append({"role": "user", "content": text})
         try:
             variables = answer_variables(self._settings.reasoning != "off")
@@ -107,7 +107,7 @@ class ChatSession:
         return ToolCallReader(self._template, self._template_source, eog_texts)
 
     def reply(self, prompt_text: str) -> GeneratedText:
-        """Return the answer to a rendered conversation; `messages` stay as they are. Raises ConversationTooLong."""
+        """Answer a rendered conversation by the next seed; `messages` stay as they are. Raises ConversationTooLong."""
         ids, s = self._prompt_ids(prompt_text), self._settings
         seed = (self._seed + self._num_answers) % (generation_settings.MAX_SEED + 1)
         self._num_answers += 1

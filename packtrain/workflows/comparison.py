@@ -103,7 +103,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """The text of an answer, and where there are tools its calls beside the data's."""
+    """The text of an answer, and a comparison of its tool calls with the data's; None: the question has no tools."""
 
     text: str
     calls: ToolCallScore | None = None
@@ -116,9 +116,9 @@ class ComparedModel:
     loss     nats per token of the assistant's words; None for pairs of answers
     kl       mean KL divergence from the first model's predictions, nats; None without --kl
     answers  to each question
-    right    whether the final answer is that of the data
-    wins     against the first model, and losses; others are ties
-    text     loss on another text
+    right    whether each answer is right: its final answer, or its tool calls, are those of the data
+    wins     answers that beat the first model's by --rule; `losses`: that lose; others are ties
+    text     loss on --text, nats per token; None without it
     has      whether each answer matches --has; empty without it
     scores   of each answer by --judge; empty without it
     calls    tool calls of the answers to conversations with tools, beside the data's
@@ -230,7 +230,7 @@ def _judge_scores(
 
 
 def final_answer(pattern: re.Pattern[str], answer: str) -> str:
-    """Return the answer's last match of `pattern`, else all of it, without spaces, commas, $ and a last full stop."""
+    """Return the answer's last match of `pattern`, else all, in lower case without spaces, commas, $ and a last dot."""
     matches = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
     return IGNORED_CHARS.sub("", (matches[-1] if matches else answer).strip().casefold())
 
@@ -306,7 +306,7 @@ def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events:
 def _answers(
     settings: CompareSettings, path: Path, questions: Sequence[Question], events: Events
 ) -> Iterator[ModelAnswer | None]:
-    """Yield the model's answer to each question; None where the conversation is too long for it."""
+    """Yield the model's answer to each question; None where it is too long for the context. Raises Interrupted."""
     chat_settings = ChatSettings(
         path, temp=settings.temp, seed=0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,

@@ -175,7 +175,7 @@ class EvalDataLoader:
     report: ReportFunction
 
     def load(self, max_context: int) -> EvalData:
-        """Return windows of a text, samples or questions; `max_context` bounds rows without --ctx. InputError."""
+        """Load windows, samples or questions in rows of --ctx, else `max_context`, tokens at most. InputError."""
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)
@@ -257,8 +257,8 @@ class EvalDataLoader:
         return EvalData(batches, samples.ids, description)
 
     def _rows(self, row_tokens: int, windows: int, skipped: int = 0) -> int:
-        """Return how many rows are read at a time, up to `windows`, all rows: --batch-size, or fewer by --memory. A row
-        has `row_tokens`, the first `skipped` without a score, and so without logits. Raises DoesNotFit."""
+        """Return how many of all `windows` rows are read at a time: --batch-size, or fewer to fit --memory. A row has
+        `row_tokens` tokens; the first `skipped` need no score, and so no logits. Raises DoesNotFit."""
         settings = self.settings
         rows = max(min(settings.batch_size or BATCH_TOKENS // row_tokens, windows), 1)
         if settings.memory is None:

@@ -69,7 +69,7 @@ class EvalResult:
 
 
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
-    """Measure and return the losses of models on data. Raises InputError, and Interrupted if it is stopped."""
+    """Measure and return the losses of models on data. Raises InputError, DoesNotFit; Interrupted if it is stopped."""
     if settings.data is None and settings.choices is None:
         fact = "--data must be given: text or conversations"
         raise InputError(f"{fact}; or --choices, a file of multiple choice")
@@ -139,7 +139,7 @@ def _save_logits(
 
 
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
-    """Open the models to measure; returns (printed name, model) pairs."""
+    """Open the models to measure, the first with --lora; returns (printed name, model) pairs. Raises InputError."""
     (base_path, base_model), *other_models = [
         (str(path), configured(open_model(path), settings, report)) for path in settings.model
     ]

@@ -65,7 +65,7 @@ def _check_outputs(settings: TuneSettings) -> None:
 
 
 def _before_steps(fit: TrainingLoop, events: Events, stopped: Callable[[], bool]) -> None:
-    """Check that every trained tensor gets a gradient, and measure the validation loss of the base."""
+    """Check that every trained tensor gets a gradient; store the base's validation loss in fit. Raises Interrupted."""
     events.message("checking that every trained tensor gets a gradient …")
     check_gradients(fit.job, fit.engine, events.message)
     if fit.job.valid is not None:

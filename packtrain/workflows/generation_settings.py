@@ -238,7 +238,7 @@ def generate_reply(reply: Reply, seed: int, events: Events) -> GeneratedText:
 
 
 def cells(settings: GenerationSettings, config: Config, num_tokens: int, events: Events) -> int:
-    """Return the context length: --ctx, else `num_tokens` (what texts need), at most the model's. Raises InputError."""
+    """Return the context length: --ctx, else `num_tokens`, at most the model's; warns and raises as check_context."""
     context_size = settings.ctx or max(min(config.context_length, num_tokens), 1)
     check_context(config, context_size, events.message)
     return context_size

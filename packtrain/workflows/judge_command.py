@@ -15,7 +15,7 @@ SCORE_WORDS = {"true": 1.0, "false": 0.0}
 
 
 def parse_command(command_text: str) -> list[str]:
-    """Split a command into words; no shell reads it. Raises InputError."""
+    """Split a command into words; no shell reads it. Raises InputError if there is no such program."""
     try:
         words = shlex.split(command_text)
     except ValueError as error:
@@ -26,7 +26,7 @@ def parse_command(command_text: str) -> list[str]:
 
 
 def judge_answers(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list[float]:
-    """Return the command's score of each answer, which it reads as JSON. Raises InputError if it fails or says more."""
+    """Run the command and return its score of each answer. Raises InputError unless it prints a score for each."""
     name, timeout_seconds = f"--judge {shlex.join(command)}", SECONDS_PER_ANSWER * len(answers)
     request_text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     try:

@@ -72,7 +72,7 @@ class CachedPredictions:
         )  # fmt: skip
 
     def rows(self, batch: Batch) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield log-probabilities (V,) f64 and the next token at each scored position; common beginnings once."""
+        """Yield log-probabilities (V,) f64 and the next token at each scored position; reads shared beginnings once."""
         context = self._context
         for ids, places, targets in scored_sequences(batch):
             num_cached = context.reuse(0, ids[: places[0] + 1])
@@ -121,7 +121,7 @@ def measure_divergence(
 def read_batches(
     batches: Batches, is_stopped: Callable[[], bool], progress: Counted | None = None
 ) -> Iterator[Batch]:
-    """Yield the batches until `is_stopped()`, and report how many are done to `progress`. Raises Interrupted."""
+    """Yield the batches, and call progress(windows done, all windows). Raises Interrupted once `is_stopped()`."""
     for i in range(len(batches)):
         if is_stopped():
             raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
@@ -151,7 +151,7 @@ def row_divergence(
 ) -> tuple[float, bool, float, float]:
     """Return KL(p || q), whether the likeliest tokens are the same, -ln q(target) and -ln p(target).
 
-    log_p, log_q  (V,) f64, of the reference and of the model
+    log_p, log_q  (V,) f64, of the reference and of the model; KL sums over tokens with log_p > min_logprob
     """
     likely = log_p > min_logprob
     kl = float(np.exp(log_p[likely]) @ (log_p[likely] - log_q[likely]))

@@ -110,7 +110,7 @@ class PlannedRun:
 
     @property
     def refusal(self) -> str | None:
-        """Why the plans, the smallest possible ones, do not fit, with keywords; None if they fit."""
+        """Why the plans, the smallest possible ones, do not fit, in the library's keywords; None if they fit."""
         return self.plans.refusal and with_keywords(self.plans.refusal)
 
     @property
@@ -143,9 +143,9 @@ class PlannedRun:
 def plan_run(
     command: str, settings: RunSettings, build_job: BuildJob, report: ReportFunction, will_run: bool = True,
 ) -> PlannedRun:  # fmt: skip
-    """Build and plan a job, or explain why it is refused; loads its kernels. Raises InputError.
+    """Build and plan a job as rank 0 decides; `refusal` says why it does not fit. Loads kernels. Raises InputError.
 
-    command  the command of the command line
+    command  `train` or `finetune`, for the command that resumes the run
     """
     world = current_world()
     with reserve_page_memory(settings, will_run):
@@ -274,7 +274,7 @@ def _plan_in_pages(
 def _build_checked_job(
     settings: RunSettings, build_job: BuildJob, report: ReportFunction
 ) -> TrainingJob:
-    """Build a job; raise InputError for settings without effect on it. `report` gets notices."""
+    """Set --threads and build a job; raise InputError for settings without effect on it. `report` gets notices."""
     check_effects(settings)
     _ = settings.spread  # raises InputError before data is read
     if settings.threads:
@@ -295,7 +295,7 @@ def _build_checked_job(
 
 
 def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[BackendRates, int]:
-    """Return (this machine's speed for the job's data, tokens of step 1); measuring may take `free` bytes."""
+    """Return (this machine's speed for the job's data, trained tokens of step 1); measuring may take `free` bytes."""
     remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})
@@ -308,7 +308,7 @@ def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[Backe
 
 
 def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJob:
-    """Return the job with the data order and the micro-batches of its checkpoint."""
+    """Set the order of job.train to its checkpoint's; return the job with the checkpoint's micro-batches."""
     is_reshuffled, progress = job.settings.force_reshuffle, checkpoint.progress
     job.train.shuffle_key = progress.step if is_reshuffled else progress.shuffled
     if job.settings.shuffle_samples is None:  # its default was another when old runs began
@@ -318,7 +318,7 @@ def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJ
 
 
 def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
-    """Return the shape with a checkpoint's micro-batch, chunk and tiles, which fix the order of additions."""
+    """Return the shape with a checkpoint's micro-batch, chunk and tiles, which fix the order of sums, if they fit."""
     rows = int(checkpoint_info.get("rows", shape.micro_batch_size))
     chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.micro_batch_size * shape.num_micro_batches) % rows:
@@ -350,7 +350,7 @@ def optimizer_settings(settings_class: type[RunSettings]) -> set[str]:
 
 
 def check_effects(settings: RunSettings) -> None:
-    """Raise InputError for a setting without effect. A resumed run keeps its original settings."""
+    """Raise InputError for a setting without effect; nothing is checked for a resumed run, which keeps its settings."""
     if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
         raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
     if settings.resume and not settings.overwrite:
@@ -375,6 +375,6 @@ def check_effects(settings: RunSettings) -> None:
 
 
 def check_validation(settings: RunSettings, validates: bool) -> None:
-    """Raise InputError for validation settings of a run without validation data."""
+    """Raise InputError for validation settings of a new run without validation data (not `validates`)."""
     if not settings.resume:
         check_rules(settings, {"has_validation": validates})

@@ -113,7 +113,7 @@ def _execute_plan(
 
 
 def _start_run(run_plan: PlannedRun, events: Events) -> None:
-    """Report the plan, or raise the error that keeps the run from starting: it does not fit, or cannot resume."""
+    """Report the plan; raise what keeps a run from starting: DoesNotFit, DiskFull, InputError if it cannot resume."""
     if run_plan.plans.refusal is not None:
         raise DoesNotFit(run_plan.plans.refusal)
     events.plan(run_plan)
@@ -131,7 +131,7 @@ def _start_run(run_plan: PlannedRun, events: Events) -> None:
 def _train_steps(
     settings: RunSettings, run_plan: PlannedRun, before_steps: BeforeSteps, events: Events, show_run: ShowRun,
 ) -> TrainingResult:  # fmt: skip
-    """Train in a planned run up to its last step or a stop, and return the result."""
+    """Train up to the last step or a stop, and write the model, on rank 0, after the last; return the result."""
     folder, planned_nbytes, job = settings.folder, run_plan.planned_nbytes, run_plan.job
     is_writer = current_world().rank == 0
     if is_writer:

@@ -44,7 +44,7 @@ class SavedLogits:
 
     @staticmethod
     def open(path: Path) -> "SavedLogits":
-        """Map a file. Raises InputError if its size is not that of its head."""
+        """Map a file. Raises InputError if the file does not have as many bytes as its head says."""
         data = np.memmap(path, np.uint8, "r")
         head = np.frombuffer(data[len(MAGIC) : HEAD_NBYTES].tobytes().ljust(12, b"\0"), "<i4")
         context, vocab_size, num_windows = map(int, head)

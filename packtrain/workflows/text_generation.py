@@ -119,7 +119,7 @@ class SeveralTexts:
     events: Events
 
     def sample(self, grammar: Grammar | None, seed: int, size: int) -> GeneratedText:
-        """Generate and return --parallel answers with seeds `seed`, `seed` + 1, …; `size`: most tokens of one text."""
+        """Report and return --parallel answers by seeds `seed`, `seed` + 1, …; `size`: most tokens with the prompt."""
         s = self.settings
         seeds = [(seed + n) % (generation_settings.MAX_SEED + 1) for n in range(s.parallel)]
         shown_index = -1
@@ -140,7 +140,7 @@ class SeveralTexts:
         return replace(first_answer, others=tuple(other_answers))
 
     def search(self, prompt: str) -> GeneratedText:
-        """Search for the likeliest texts after the prompt, whose text `prompt` is; return the --parallel best ones."""
+        """Search for the likeliest texts after `prompt`, report --parallel; return the best, the rest in `others`."""
         s = self.settings
         search_config = BeamSearchConfig(s.num_beams, s.parallel, s.length_penalty, s.biases)
         with self.events.stopping() as stopped:

@@ -84,7 +84,7 @@ class ToolCallReader:
         return self._renderer.prompt(conversation)
 
     def calls(self, text: str, conversation: Conversation) -> list[ToolCall]:
-        """Return the calls of an answer; a call that begins but cannot be read has no name."""
+        """Return the calls of an answer; [("", text)] if a call begins but none can be read."""
         names = [tool["function"]["name"] for tool in conversation.tools or ()]
         _, calls = self._style.parse(text, names)
         if not calls and not self._renderer.takes_calls:

@@ -283,7 +283,7 @@ def _quantize(
 
 
 def _calibration_options(settings: ChooseSettings, data: Path | None) -> dict[str, Any]:
-    """Return settings of writing a trial, by name: it replaces the last one, with calibration if there is data."""
+    """Return, by name, settings for writing a trial over the previous one, calibrated with `data` unless None."""
     data_options = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
     return {"overwrite": True, **(data_options if data else {})}
 

@@ -110,7 +110,7 @@ options = SimpleNamespace(**{heading.lower(): _option_group(heading) for heading
 
 
 def split_settings(cls: type[S], keywords: dict[str, Any], **named: Any) -> tuple[S, TaskCallbacks]:
-    """Split keywords into settings of `cls`, checked as on the command line, and callbacks. Raises InputError."""
+    """Split `keywords | named` into settings of `cls`, checked as flags are, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
     task_settings = keywords | named
     callbacks = {name: task_settings[name] for name in task_settings.keys() & CALLBACK_NAMES}
@@ -174,7 +174,7 @@ def evaluate(model: File, data: File | None = None, **settings: Any) -> evaluati
 
         pt.evaluate(["base.gguf", "tuned.gguf"], "test.csv").loss()
 
-    Raises InputError; Interrupted if it is stopped.
+    Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
     return evaluating.evaluate(*split_settings(EvaluateSettings, settings, model=model, data=data))
 
@@ -246,7 +246,7 @@ def embed(
 
 @command(quantizing.QuantizeSettings)
 def quantize(model: File, output: File, type: str, **settings: Any) -> quantizing.WrittenModel:
-    """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError.
+    """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError, DoesNotFit.
 
     pt.quantize("notes.gguf", "notes-q4.gguf", "Q4_K_M")
     """
@@ -265,7 +265,7 @@ def merge(model: File, adapters: File, output: File, **settings: Any) -> quantiz
 
 
 class Run(Generic[R]):
-    """A task running in its own thread: `result()` waits for it, `stop()` lets it save and end."""
+    """A task, such as `train`, running in its own thread: `result()` waits for it, `stop()` lets it save and end."""
 
     def __init__(
         self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -284,7 +284,7 @@ class Run(Generic[R]):
         return f"Run({'done' if self.done else 'running; .stop() lets it save and end'})"
 
     def stop(self) -> None:
-        """Ask the task to save and stop; `result` then reports that it was stopped."""
+        """Ask the task to save and stop: `result` then has `stopped` set, or raises Interrupted."""
         self._stop_event.set()
 
     @property

@@ -66,7 +66,7 @@ class BenchSettings:
 
     @property
     def limit(self) -> int | None:
-        """--memory in bytes. Raises InputError."""
+        """--memory in bytes, or None for no limit. Raises InputError."""
         return None if self.memory is None else parse_size(self.memory, "--memory")
 
     @property

@@ -24,7 +24,7 @@ CHECKS = (check_cases.VALUE, check_cases.SLOPE, check_cases.PEER)
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Checks of one op in one type on one backend: number of cases, and the worst error by kind of check."""
+    """Checks of one op in one type on one backend; `cases`: how many, `worst`: the largest error by kind of check."""
 
     op: str
     dtype: str
@@ -89,14 +89,14 @@ class CheckSettings:
 
 
 def run(settings: CheckSettings) -> int:
-    """Check ops, print a table and errors beyond tolerance; returns the exit code. Raises InputError, OSError."""
+    """Check ops, print a table and errors beyond tolerance; returns 0, or 1 if there are some. InputError, OSError."""
     return report(settings, *run_checks(settings, check_op))
 
 
 def run_checks(
     settings: CheckSettings, check: Callable[..., Iterator[CheckResult]]
 ) -> tuple[list[CheckResult], float]:
-    """Run `check`, which is called as check_op is, for the requested ops; returns its results and the seconds."""
+    """Run check(op, backends, seed) for the requested ops; returns its results, and the seconds it took in all."""
     op_names = checkable_names()
     for name in settings.ops:
         if name not in op_names:

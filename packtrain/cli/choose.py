@@ -38,7 +38,7 @@ def run(settings: ChooseSettings) -> int:
 
 
 def gains_svg(points: Sequence[GainPoint], kept_share: float) -> str:
-    """Return a chart as SVG: files by size and the share of the gain that they keep; `kept_share`: the required one."""
+    """Return a chart as SVG: files by size and the share of the gain that they keep, 0 to 1; `kept_share`: --keep."""
     min_share = min(kept_share, *(kept_gain for *_, kept_gain in points))
     low, high = math.floor(100 * min_share) - 1, max(100, *(math.ceil(100 * p[3]) for p in points))
     max_nbytes = max(nbytes for _, _, nbytes, _ in points) * 1.1

@@ -71,7 +71,7 @@ def write(text: str) -> None:
 
 
 def run_events(settings: RunSettings) -> Events:
-    """Return the events of a training run: rank 0 prints them, other ranks nothing."""
+    """Return the events of a training run: rank 0 prints them (with --quiet, which this sets, few), others nothing."""
     if rank():
         return SilentEvents()
     environment.is_quiet = settings.quiet

@@ -235,7 +235,7 @@ def _error_line(error: Exception) -> str:
 
 
 def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
-    """Return the options; a resumed run without --config takes its folder's run.yaml as that."""
+    """Return the options; for --resume without --config, set config to the folder's run.yaml. Raises InputError."""
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.run_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"

@@ -92,7 +92,7 @@ def op_group_of(step: KernelStep) -> OpGroup:
 
 
 def call_floor(step: KernelStep, rates: MachineRates, read: Collection[Tensor] = ()) -> float:
-    """Return the least seconds of a call: its arithmetic at the rate of registers, or its bytes at that of copying.
+    """Return the least seconds of a call: for its arithmetic at peak, or for copying its bytes, whichever is more.
     `read`: tensors that some step reads, see cost_model.call_seconds."""
     cost, product = call_cost(step, read), product_of(step)
     flops = sum(FLOPS.get(work_kind, 0.0) * amount for work_kind, amount in cost.work.items())
@@ -102,7 +102,7 @@ def call_floor(step: KernelStep, rates: MachineRates, read: Collection[Tensor] =
 
 
 class CallTimer:
-    """Times every call of an executor in every step."""
+    """Times every call of an executor in every step from now on: wraps each of `run.calls`."""
 
     def __init__(self, run: Executor, clock: Clock = CLOCK) -> None:
         self.run, self.clock = run, clock
@@ -136,7 +136,7 @@ def measure_ops(
 
 
 def table(training: TrainingBench, spent: dict[OpGroup, OpTime], step_seconds: float) -> BenchTable:
-    """Return a table of a step's ops: those first that lose most above their floor, then all together."""
+    """Return a table of a step's ops, those that lose most above their floor first, and a last row for all."""
     total_seconds = math.fsum(op_time.seconds for op_time in spent.values())
     floor_seconds = math.fsum(op_time.floor for op_time in spent.values())
     groups = sorted(spent, key=lambda group: -spent[group].seconds_over_floor)

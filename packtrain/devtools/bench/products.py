@@ -83,7 +83,7 @@ def product_graph(
 
 
 def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callable[[], None]:
-    """Return a function that runs a product's kernel on random values; `w`: its matrix, packed or f32, or None."""
+    """Return a function that runs a product's kernel on random values; `w`: its matrix, packed or f32; None: random."""
     random = np.random.default_rng(0)
     if w is None:
         w = random.standard_normal((product.n, product.k), np.float32)
@@ -97,7 +97,7 @@ def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callabl
 
 
 def f32_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> BenchTable:
-    """Time our products with f32 weights in every form; count(number, total) is called before each product."""
+    """Time our products with f32 weights in every form, `rounds` times; calls count(number, total) before each."""
     timed_products = make_products(shapes)
     for i, timed in enumerate(timed_products):
         count(i + 1, len(timed_products))

@@ -24,7 +24,7 @@ def time_call(task: Callable[[], object], clock: Clock = CLOCK) -> float:
 
 
 def burst_seconds(task: Callable[[], object], clock: Clock = CLOCK) -> float:
-    """Return the median seconds of a call repeated for BURST_SECONDS, at least once, after one uncounted call."""
+    """Return the median seconds of calls during BURST_SECONDS, 1 to MAX_BURST_CALLS of them, after an uncounted one."""
     time.sleep(PAUSE)
     task()
     times = [time_call(task, clock)]
@@ -65,7 +65,7 @@ class ProcessorWait:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step of a peer: seconds, peak private bytes if memory was watched, and the figures of `ProcessorWait`."""
+    """A timed step: its seconds, peak private bytes (0: not watched), the figures of `ProcessorWait`, and its loss."""
 
     seconds: float
     nbytes: int

@@ -69,7 +69,7 @@ def batch_of(config: Config, num_rows: int, time: int) -> dict[str, np.ndarray]:
 def of_preset(
     name: str, precision: str = "f32", device: str = "cpu", memory: int | None = None
 ) -> TrainingBench:
-    """Prepare a step of `packtrain train --preset` in `memory` bytes of this process. Raises InputError."""
+    """Prepare a step of `packtrain train --preset` in `memory` bytes (None: no limit). Raises InputError if too few."""
     config = replace(PRESETS[name], precision=precision)
     num_rows, context_length = ROWS[name], config.context_length
     shape = StepShape(config, num_rows, context_length, max_norm=MAX_NORM, evaluate=False)
@@ -82,7 +82,7 @@ def of_base(
     path: Path, num_rows: int = 1, time: int = FILE_CONTEXT, precision: str = "f32", memory: int | None = None,
     device: str = "cpu",
 ) -> TrainingBench:  # fmt: skip
-    """Prepare a step of `packtrain finetune` of model `path`, default adapters, `memory` bytes. Raises InputError."""
+    """Prepare a LoRA step of `packtrain finetune` on model `path`; `memory` as in of_preset. Raises InputError."""
     settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
@@ -129,7 +129,7 @@ def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
 def prepare_timed_steps(
     threads: int, preset: str, precision: str, memory: int | None = None
 ) -> Callable[..., TimedStep]:
-    """Return a function that times one step of a preset; for a process of its own."""
+    """Set this process's threads, load kernels, and return a function that times a step; for a process of its own."""
     kernels.set_threads(threads)
     kernels.load_all((*kernels.TRAINING_KERNELS, "update"))
     return timed_steps(of_preset(preset, precision, memory=memory).step)

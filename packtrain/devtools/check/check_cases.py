@@ -27,7 +27,7 @@ TOLERANCE["int8"] = TOLERANCE["rounded otherwise"]
 def run_graph(
     graph: Graph, leaf_values: Values, backends: tuple[Backend, ...] = (cpu,)
 ) -> dict[str, np.ndarray]:
-    """Run a graph on these weights and inputs in a new session; returns outputs and updated states, as `interpret`."""
+    """Run a graph once on `leaf_values`, by leaf, in a new session; returns outputs and updated states by name."""
     return execute(Session().executor(place(graph, Target(backends))), leaf_values)
 
 
@@ -41,7 +41,7 @@ def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
 
 
 def error_limit(actual: np.ndarray) -> float:
-    """Return the largest `max_difference` allowed for results of the element type of `actual`."""
+    """Return the largest `max_difference` allowed for results of the element type of `actual`; 0 for exact types."""
     name = "rounded otherwise" if actual.dtype == bf16.numpy else actual.dtype.name
     return TOLERANCE.get(name, 0.0)
 
@@ -50,7 +50,7 @@ def max_difference(actual: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest difference, relative to the largest value or to 1 where all values are smaller.
 
     Infinite if infinities and NaNs are in different places, or the shapes differ. For bf16, which is rounded at random,
-    and codes in 8 bits: the share of values that are rounded to the next.
+    and codes in 8 bits: the share of values that are off by one step; infinite if one is off by more.
     """
     if actual.shape != expected.shape:
         return np.inf
@@ -135,7 +135,7 @@ def has_kernel(name: str, backend: Backend) -> bool:
 
 
 def kind(sample: CheckSample) -> str:
-    """Return the element type of the first input that is not f32, else f32."""
+    """Return the element type, for tables, of the first readable input that is not f32; f32 if all are."""
     reads = (t.dtype for t in sample.inputs if t is not None)
     return next((str(t) for t in reads if t in READABLE and t != f32), "f32")
 
@@ -144,7 +144,7 @@ def kind(sample: CheckSample) -> str:
 
 
 def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
-    """Run a planned op on random inputs; compare each backend's results with the specification in float64."""
+    """Yield a check of each backend's results, planned, on each sample of an op against the float64 specification."""
     samples: Sequence[CheckSample] = (
         op_samples.samples_of(name) if name in FUNCTIONS else op_samples.samples_of_op(name)
     )

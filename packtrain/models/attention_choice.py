@@ -20,7 +20,7 @@ FLASH_HELP = (
 def with_flash(
     config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
-    """Return config with flash by `mode` (--flash-attn) and the backends' ops; `cache`: a KV cache's type, or None."""
+    """Return config with `flash` by `mode` (--flash-attn) and backends; `cache`: type of the KV cache, None without."""
     missing_ops = "" if mode == OFF else missing_attention_ops(config, target, cache)
     if missing_ops and mode == ON:
         raise InputError(f"--flash-attn on: {missing_ops}")

@@ -221,7 +221,7 @@ class Config(ModelSizes):
         return self.score_scale or 1.0 / math.sqrt(score_width)
 
     def has_window(self, block: int) -> bool:
-        """Whether a block has a window, in a model with windows."""
+        """Whether a block has a window if the model has windows; `window_of` is right for every model."""
         if isinstance(self.window_pattern, tuple):
             return self.window_pattern[block]
         window_interval = self.window_pattern

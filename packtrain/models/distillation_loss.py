@@ -89,7 +89,7 @@ def teacher_graphs(
 ) -> dict[str, dict[str, Tensor]]:
     """Return a teacher's graphs: `read` computes `hidden` states (1, time, C), `likely` the likeliest next tokens.
 
-    num_rows  hidden states per run of `likely`
+    num_rows  rows of `hidden` (num_rows, C), the input of `likely`; `read` has the inputs of a batch with one row
     top       likeliest tokens of each: `ids` and `logits` (num_rows, top), among the first `shared_vocab_size`
     """
     tokens, pos, seq = (input(name, (1, time), i32) for name in ("tokens", "pos", "seq"))

@@ -50,7 +50,7 @@ class LlamaCppCheckpoint:
         return self.model.gguf.path.name
 
     def notes(self, settings: Any) -> Iterator[str]:
-        """Yield a sentence on what a new run takes from the checkpoint, and why no moments; nothing on resume."""
+        """Yield what a new run takes from the checkpoint, and why no moments; nothing for a resumed run."""
         if not settings.resume:
             yield (
                 f"the weights are those of {self.model.gguf.path} after {plural(self.num_iterations, 'iteration')};"

@@ -38,8 +38,8 @@ class Lora:
         return lora_scale(self.alpha, rank)
 
     def scale_inputs(self) -> dict[tuple[int, ...], str]:
-        """Return {numbers of the adapters that own A's rows, one for each row: name of the graph input (T, rank) with
-        each token's scales of these rows}; tensors whose rows have equal owners share an input."""
+        """Return {owners, the adapter's number of each row of A: name of the graph input (T, rank) with each token's
+        scales of these rows}; tensors whose rows have equal owners share an input."""
         distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 

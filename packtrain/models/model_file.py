@@ -150,7 +150,7 @@ def save_model(
     read_weight: Callable[[str], np.ndarray], *,
     dtype: str = "f32", name: str, extra: Mapping[str, MetadataValue] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Write a model that llama.cpp loads; read_weight(name) returns f32, called in turn. InputError: beyond dtype.
+    """Write a model that llama.cpp loads; read_weight(name) returns f32. Raises InputError for values beyond `dtype`.
 
     dtype       element type of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
     vocabulary  the tokenizer.* metadata
@@ -205,7 +205,7 @@ def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype)
 
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:
-    """Raise InputError, which calls the second model `subject`, unless tokens agree; either may have some more."""
+    """Raise InputError, which calls the second model `subject`, unless one has the other's tokens, and few more."""
     model_tokens, draft_tokens = (file.gguf.metadata[TOKENS_KEY] for file in (model, draft))
     if abs(len(model_tokens) - len(draft_tokens)) > MAX_VOCAB_DIFFERENCE:
         raise InputError(

@@ -118,7 +118,7 @@ def _read_rope_scaling(keys: MetadataReader) -> RopeScaling:
 
 
 def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
-    """Read Config fields of head widths that do not follow from embedding_length; `heads`: their number."""
+    """Read Config fields of head widths, None where they follow from embedding_length and the number of `heads`."""
     default_width = keys.size("embedding_length") // heads
     head_width = keys.size("attention.key_length", default_width or 1)
     rotated_width = keys.size("rope.dimension_count", head_width)

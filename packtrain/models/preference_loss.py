@@ -56,7 +56,7 @@ class PreferenceLoss:
         """Compute (loss (), log-probabilities (B, 2P)) from losses by token (B, T); rows have P chosen answers, then P
         rejected ones.
 
-        Adds the inputs `sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `pairs` (B, P), weights of pairs.
+        Adds inputs: token weights `sides` (B, 2P, T), `pairs` (B, P); if needed `reference` (B, 2P), `shares` (B, P).
         """
         rows, num_tokens = losses.shape
         answer_sides = input(SIDES_INPUT, (rows, 2 * num_pairs, num_tokens))

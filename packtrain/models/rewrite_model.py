@@ -52,7 +52,7 @@ def is_recodable(base: GGUF, name: str) -> bool:
 
 
 def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | AwareMergedRows]:
-    """Return {tensor: function (row_start, row_stop) -> rows} of an --aware merge, in the base's own blocks."""
+    """Return {tensor: function (row_start, row_stop) -> rows} of an --aware merge, in base's blocks if is_recodable."""
     return {
         name: AwareMergedRows(base.array(name), adapter, name, r) if is_recodable(base, name) else r
         for name, r in merged_rows(base, [(adapter, 1.0)]).items()
@@ -60,8 +60,8 @@ def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | Awar
 
 
 def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, ReadRows]:
-    """Return {tensor: function (row_start, row_stop) -> merged rows, f32} for all matrices with adapters, each given
-    with its scale's factor. Raises InputError."""
+    """Return {tensor: function (row_start, row_stop) -> merged rows, f32} for all matrices that `adapters`, pairs of an
+    adapter and a factor of its scale, change. Raises InputError for unreadable types."""
     adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
 
     def read_merged(name: str) -> ReadRows:

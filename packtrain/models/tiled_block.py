@@ -24,7 +24,7 @@ def can_tile(config: Config) -> bool:
 class TiledBlocks:
     """Computes blocks for tokens at positions `pos` of sequences `seq`, both (B, T), in `count` tiles of T / count.
 
-    attend  as transformer.attend_batch
+    attend  a function such as transformer.attend_batch; `keys_values` fills with those of each block, by its number
     """
 
     def __init__(self, attend: Callable[..., Tensor], pos: Tensor, seq: Tensor, count: int) -> None:

@@ -136,7 +136,7 @@ def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor
 def residual_stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, mixer: Mixer, context: int
 ) -> Iterator[Tensor]:
-    """Yield the embedding of tokens (...), then the output of each block: (..., C), or (..., S, C) with S streams."""
+    """Yield the embedding of tokens (...), then each block's output: (..., [S,] C); `context`: see make_rope_tables."""
     rope_tables = make_rope_tables(config, w, pos, context)
     h, layer_inputs = embedding(config, w, tokens, pos), None
     if config.embedding_length_per_layer:

@@ -364,6 +364,6 @@ class Architecture:
         return self.num_kv_blocks > 0 or "attention.shared_kv_layers" in self.key_defaults
 
     def score_width(self, sizes: ModelSizes) -> int:
-        """Return the width n by whose root attention scores are divided: a head's, in some models embedding / heads."""
+        """Return the width by whose root scores are divided: a head's, or embedding_length / head_count."""
         is_wide = sizes.block_count == self.wide_score_blocks
         return sizes.embedding_length // sizes.head_count if is_wide else sizes.head_width

@@ -44,7 +44,7 @@ def run(settings: HelpSettings) -> int:
 
 
 def topic_text(topic: str) -> str:
-    """Return the guide's paragraphs on a topic. Raises InputError if the guide is not installed."""
+    """Return the guide's paragraphs on a topic of TOPICS. Raises InputError if the guide is not installed."""
     path = next((f / "guide.md" for f in FOLDERS if (f / "guide.md").exists()), None)
     if path is None:
         raise InputError("docs/guide.md is not installed; a clone of the repository has it")

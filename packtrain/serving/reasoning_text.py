@@ -33,7 +33,7 @@ class ReasoningSplitter:
         self._trims_space = thinking  # whether space before the next text is dropped
 
     def add_piece(self, piece: str) -> tuple[str, str]:
-        """Add a piece of the answer; returns the thoughts and the content that are certain now."""
+        """Add a piece of the answer; returns (thoughts, content) that are certain now; "" for none."""
         text = self._pending_text + piece
         self._pending_text = ""
         if not self._has_started:
@@ -59,7 +59,7 @@ class ReasoningSplitter:
         return thought, self._trim_start(content)
 
     def flush(self) -> tuple[str, str]:
-        """Return the thoughts and the content that were held back, at the end of an answer."""
+        """Return (thoughts, content) that add_piece held back; call this at the end of an answer."""
         pending, self._pending_text = self._pending_text, ""
         return (self._trim_start(pending).rstrip(), "") if self._is_thinking else ("", pending)
 

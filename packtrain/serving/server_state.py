@@ -209,7 +209,7 @@ class Server:
             self._resource_sizes[resource_kind] -= resource_size
 
     def check_job(self, job: GenerationJob) -> None:
-        """Raise InputError unless the prompt has tokens and room for one more, and the slot exists."""
+        """Raise InputError unless the prompt has tokens and, in a sequence, room for one more, and the slot exists."""
         if not job.prompt:
             raise InputError(NO_PROMPT)
         if len(job.prompt) >= self.engine.max_seq_tokens:

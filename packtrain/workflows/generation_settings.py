@@ -134,7 +134,7 @@ class GenerationSettings(Sampling, DecodingOptions):
         return LOOP_TOKENS if self.stop_loops else 0
 
     def drawn_seed(self) -> int:
-        """Return --seed, or a random seed if there is none."""
+        """Return --seed, or if it is missing or -1 a random seed, another one at each call."""
         return secrets.randbits(32) if self.seed in (None, -1) else self.seed
 
     def check(self) -> None:
@@ -185,7 +185,7 @@ def choose_chat_template(name: str | None, model: ModelFile, events: Events) -> 
 
 
 def token_text(tokenizer: Tokenizer, id: int | None) -> str:
-    """Return the text of a token; "" for None."""
+    """Return the text of token `id` as the vocabulary writes it; "" for None."""
     return "" if id is None else tokenizer.tokens[id].decode(errors="replace")
 
 
@@ -206,7 +206,7 @@ def load_grammar(settings: GenerationSettings, tokenizer: Tokenizer) -> Grammar 
 class GeneratedText:
     """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`.
 
-    score  score of a beam, whose ids include the end token
+    score  score of a beam, whose ids include the end token; `others`: further answers or beams, in order
     """
 
     text: str

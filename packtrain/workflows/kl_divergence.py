@@ -61,7 +61,7 @@ class Divergence:
 
 
 class CachedPredictions:
-    """A model that reads batches of texts through a KV cache, as it does when it writes."""
+    """A model that reads batches of texts through a KV cache of `num_cells` tokens, as it does when it writes."""
 
     def __init__(
         self, model: ModelFile, num_cells: int, device: Target, cache_type: str = "f32", *, swa_full: bool = True

@@ -45,7 +45,7 @@ NO_MEMORY_MESSAGE = "--memory leaves too little for a calibrated merge"
 
 @dataclass(frozen=True, slots=True)
 class MergeLosses:
-    """Validation losses of base, adapter and result, each as stored in its file."""
+    """Validation losses of base, result and adapter (None: none was merged), each as stored in its file."""
 
     base: float
     merged: float

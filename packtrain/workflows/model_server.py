@@ -111,7 +111,7 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     )
 
     def keys(self) -> list[str]:
-        """Return the API keys of --api-key and of the key file. Raises InputError."""
+        """Return the API keys of --api-key and --api-key-file; []: none is needed. Raises InputError for empty ones."""
         api_keys = [*self.api_key]
         if self.api_key_file is not None:
             lines = read_text(self.api_key_file, "--api-key-file").splitlines()
@@ -125,7 +125,7 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
 
 
 def split_names(names: str | None) -> list[str]:
-    """Split names with commas between them, each once."""
+    """Split names with commas between them into a list without repetitions; [] for None."""
     unique_names = dict.fromkeys(name.strip() for name in (names or "").split(","))
     return [name for name in unique_names if name]
 
@@ -193,7 +193,7 @@ def adapter_file(path: Path) -> AdapterFile:
 def make_contexts(
     settings: ServeSettings, model: ModelFile, events: Events
 ) -> tuple[Context, Context | None]:
-    """Create (the context of answers, with --embeddings that of embeddings or None). Raises InputError, DoesNotFit."""
+    """Create (context of answers, that of --embeddings and --reranking or None). Raises InputError, DoesNotFit."""
     context_length = settings.ctx or min(model.config.context_length, CONTEXT)
     check_context(model.config, context_length, events.message)
     generation_settings.check_cache(model, context_length, settings.cache_type)

@@ -68,7 +68,7 @@ class PlannedRun:
     files: tuple[tuple[Path, str, int], ...] = ()  # besides the job's: path, description, bytes
 
     def json(self, minimum: int | None = None) -> str:
-        """Return the plan as JSON; `minimum`: the least budget in bytes, if known."""
+        """Return the plan as JSON; `minimum`: the least budget in bytes that fits, null in JSON if not given."""
         return json.dumps(
             plan_data(self.plans, self.seconds, self.budget, minimum, self.seconds_before_step_1)
         )
@@ -105,7 +105,7 @@ class PlannedRun:
 
     @property
     def seconds_before_step_1(self) -> float:
-        """Seconds in which the base writes texts for replay, before step 1."""
+        """Estimated seconds in which the base writes texts for replay, before step 1; 0 for a resumed run."""
         return 0.0 if self.found else self.replay_seconds()
 
     @property

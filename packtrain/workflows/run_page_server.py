@@ -68,7 +68,7 @@ def import_runs_server() -> Any:
 
 @contextmanager
 def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, ShowRun, ReportEnd]]:
-    """Serve the page of a run with --watch; yields its events, `show_run` and `report_end`. Raises InputError.
+    """Serve the page of a run if --watch is set; yields (events, `show_run`, `report_end`). Raises InputError.
 
     The run calls `show_run` when its folder belongs to it, and `report_end` at the end; an exception is an end, too.
     Open pages get the end before the server closes.

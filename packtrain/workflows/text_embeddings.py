@@ -34,7 +34,7 @@ class EmbedSettings(generation_settings.ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class TextEmbeddings:
-    """Vectors (N, C) f32 of N texts, or of all their tokens; the number of tokens of each, and the pooling."""
+    """Vectors (N, C) f32 of N texts, or with pooling none of their N tokens; the texts' token counts; the pooling."""
 
     vectors: np.ndarray
     tokens: tuple[int, ...]

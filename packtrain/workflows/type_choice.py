@@ -236,7 +236,7 @@ def _is_adapter_file(path: Path) -> bool:
 def _measure_file(
     settings: ChooseSettings, events: Events, path: Path, kl_base: Path | None = None
 ) -> tuple[float, MeanEstimate | None]:
-    """Return (mean loss of the file on the data, KL divergence from `kl_base` or None)."""
+    """Return (mean loss of the file on the data in nats, mean KL divergence from `kl_base`, None without)."""
     measured = EvaluateSettings(
         (path,), settings.data, ctx=settings.ctx, columns=settings.columns, kl_base=kl_base, memory=settings.memory
     )  # fmt: skip

@@ -40,7 +40,7 @@ def tables(
 def measure_steps(
     threads: int, preset: str, rounds: int, memory: int | None
 ) -> list[TimedStep] | InputError:
-    """Time the steps of a preset; returns the error if no step fits `memory` bytes."""
+    """Time WARM + `rounds` steps of a preset in this process; returns the error if no step fits `memory` bytes."""
     try:
         step = prepare_timed_steps(threads, preset, "f32", memory)
     except InputError as error:

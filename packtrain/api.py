@@ -211,7 +211,7 @@ def generate(model: File, prompt: str = "", **settings: Any) -> GeneratedText:
 
         pt.generate("notes.gguf", "Dear diary", n_predict=50).text
 
-    Raises InputError, DoesNotFit.
+    Raises InputError, DoesNotFit; Interrupted if it is stopped while `warmup` reads experts.
     """
     task_settings = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
     return generating.generate(*split_settings(generating.GenerateSettings, task_settings))

@@ -71,7 +71,7 @@ def write(text: str) -> None:
 
 
 def run_events(settings: RunSettings) -> Events:
-    """Return the events of a training run: rank 0 prints them (with --quiet, which this sets, few), others nothing."""
+    """Return a training run's events: rank 0 prints them, others nothing; sets environment.is_quiet by --quiet."""
     if rank():
         return SilentEvents()
     environment.is_quiet = settings.quiet

@@ -12,7 +12,7 @@ END_REASONS = {
 
 
 def run(settings: GenerateSettings) -> int:
-    """Generate text; returns 0, or 130 if a signal ended it. Raises InputError, DoesNotFit."""
+    """Generate text; returns 0, or 130 if a signal ended it. Raises InputError, DoesNotFit, Interrupted."""
     result = generate(settings, TerminalEvents())
     write("\n")
     print_message(f"prompt {result.reading}; generation {result.writing}")

@@ -41,7 +41,7 @@ class World:
         return 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order."""
+        """Return the values of all ranks, in their order; all ranks must call this."""
         return [value] * self.world_size
 
     def add(self, arrays: Sequence[np.ndarray]) -> None:

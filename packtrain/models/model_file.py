@@ -112,7 +112,7 @@ def _check_vocabulary(gguf: GGUF, config: Config) -> None:
 
 
 def check_tensors(gguf: GGUF, config: Config, extra_tensors: Sequence[str] = ()) -> None:
-    """Raise InputError unless the file has the model's tensors, readable, and no others; makes (1, N) vectors (N,)."""
+    """Raise InputError for missing, unreadable or unknown tensors, not extra ones; vectors (1, N) become (N,)."""
     leaves = transformer.weights(config)
     count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
     unused_blocks = (f"blk.{config.block_count + i}." for i in range(count))

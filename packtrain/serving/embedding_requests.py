@@ -93,7 +93,7 @@ def rerank_head(model: ModelFile) -> np.ndarray:
 
 
 def rerank(server: Server, body: JsonBody, request: Request) -> Any:
-    """Return how well documents fit a query, 0 to 1, as Jina; for the field `texts` as text-embeddings-inference."""
+    """Return scores, 0 to 1, of documents for a query in Jina's shape; for `texts` in text-embeddings-inference's."""
     if server.rerank_head is None:
         raise HttpRefusal(
             501, "This server does not support reranking. Start it with `--reranking`"

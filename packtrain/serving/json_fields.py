@@ -255,7 +255,7 @@ def part_text(fields: Any, name: str) -> str:
 
 
 def adapters_of(adapter_entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
-    """Parse [{"id": 0, "scale": 0.5}] to adapters' scales: unlisted 0; None: `defaults`. Raises InputError."""
+    """Parse [{"id": 0, "scale": 0.5}] to all adapters' scales, 0 if not listed; None: `defaults`. Raises InputError."""
     if adapter_entries is None:
         return tuple(defaults)
     if not isinstance(adapter_entries, list):

@@ -39,7 +39,7 @@ class ChatSession:
     """A conversation: its messages, and the model that answers."""
 
     def __init__(self, settings: ChatSettings, events: Events) -> None:
-        """Open the model. Raises InputError, DoesNotFit."""
+        """Open the model. Raises InputError, DoesNotFit; Interrupted if it is stopped while --warmup reads experts."""
         settings.check()
         model = generation_settings.opened(settings, events.message)
         self._settings, self._events, self.tokenizer = settings, events, model.tokenizer()

@@ -131,7 +131,7 @@ def split_names(names: str | None) -> list[str]:
 
 
 def load_server(settings: ServeSettings, events: Events) -> Server:
-    """Load the model, reserve all planned memory, and start the engine. Raises InputError, DoesNotFit."""
+    """Load the model, reserve all planned memory, start the engine. Raises InputError, DoesNotFit, Interrupted."""
     settings.check_sampling()
     check_rules(settings)
     folder = settings.slot_save_path

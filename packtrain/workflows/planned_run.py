@@ -350,7 +350,7 @@ def optimizer_settings(settings_class: type[RunSettings]) -> set[str]:
 
 
 def check_effects(settings: RunSettings) -> None:
-    """Raise InputError for a setting without effect; nothing is checked for a resumed run, which keeps its settings."""
+    """Raise InputError for a setting without effect, except in a resumed run, which keeps its original settings."""
     if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
         raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
     if settings.resume and not settings.overwrite:

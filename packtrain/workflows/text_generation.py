@@ -55,7 +55,7 @@ class GenerateSettings(GenerationSettings):
 
 
 def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
-    """Continue the prompt, report text as it comes, and return all of it. Raises InputError, DoesNotFit."""
+    """Continue the prompt, report text as it comes, return all of it. Raises InputError, DoesNotFit, Interrupted."""
     settings.check()
     if settings.num_beams:
         reason = "with --num-beams, which searches for the likeliest text"

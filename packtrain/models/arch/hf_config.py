@@ -176,7 +176,7 @@ class HFConfig:
         return RopeSettings({"rope_theta": self.get("rope_theta"), **settings}, self.read_keys)
 
     def window_rope_base(self, default: float = 10_000.0) -> float:
-        """Return rope's frequency base in layers with a sliding window. Raises InputError if rope is scaled there."""
+        """Return rope's frequency base in layers with a window, else `default`. Raises InputError if rope is scaled."""
         window_settings, new_settings = self.rope_settings().get(SLIDING), self.get(ROPE_KEYS[0])
         if self.scaling() != "default" and self.full_rotation().get("rope_type") is None:
             # versions of transformers differ in whether `type` alone counts here

@@ -89,7 +89,7 @@ class CheckSettings:
 
 
 def run(settings: CheckSettings) -> int:
-    """Check ops, print a table and errors beyond tolerance; returns 0, or 1 if there are some. InputError, OSError."""
+    """Check ops, print a table and errors beyond tolerance; returns the exit code. Raises InputError, OSError."""
     return report(settings, *run_checks(settings, check_op))
 
 

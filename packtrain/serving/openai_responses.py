@@ -29,7 +29,7 @@ ITEM_IDS = {THOUGHT: "rs", TEXT: "msg", CALL: "fc"}
 
 
 def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
-    """Convert a request of /v1/responses into a chat's. Raises InputError; HttpRefusal for an unknown previous one."""
+    """Convert a request of /v1/responses into a chat's. Raises InputError; HttpRefusal without the previous one."""
     body.refuse_unmet("responses")
     text = JsonBody(body.get_object("text"), "text")
     text.refuse_unmet("any")

@@ -302,7 +302,7 @@ def set_adapters(server: Server, adapter_entries: Any, request: Request) -> Any:
 
 
 def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
-    """Save, restore or erase a slot; returns llama-server's counts of tokens, bytes. Raises InputError, HttpRefusal."""
+    """Save, restore or erase a slot; returns counts of tokens and bytes. Raises InputError, HttpRefusal, ServerBusy."""
     try:
         slot_index = int(request.path_params["id"])
     except ValueError:

@@ -57,7 +57,7 @@ class MergeSettings:
 
 
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
-    """Merge adapters into the base as a file; returns its counts. Raises InputError, DoesNotFit: an old file stays."""
+    """Merge adapters into the base as a file; returns its counts. On InputError or DoesNotFit an old file stays."""
     check_rules(settings)
     start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGEABLE)

@@ -80,7 +80,7 @@ def read_answers(folder: Path) -> tuple[CheckedAnswer, ...]:
 
 
 def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
-    """Answer held-out questions in `budget` bytes (None: no limit), report, save; a stop ends only the check."""
+    """Answer held-out questions in `budget` bytes (None: no limit), report and save them; a stop ends only this."""
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     (settings.folder / ANSWERS_FILE).unlink(missing_ok=True)
     questions = held_out_questions(job, settings.check_answers)

@@ -69,8 +69,8 @@ Reading = TypeVar("Reading", bound=_SizedReading)
 def fitting_reading(
     memory: str | None, readings: Iterable[Reading], work: str, flag_name: str = "--memory"
 ) -> Reading:
-    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits `memory`, a size as
-    text (None: no limit). Raises DoesNotFit: `flag_name` is too small to `work` ("read the data"), and what is not."""
+    """Return the first of `readings`, plans of reading data in parts, most memory first, that fits `memory`, such as
+    2GiB; None: no limit. Raises DoesNotFit: `flag_name` is too small to `work` ("read the data"), and what would do."""
     release_memory()
     used_nbytes, needed_nbytes = private_nbytes(), 0
     for reading in readings:
@@ -85,7 +85,7 @@ def fitting_reading(
 def limited_reading(
     settings: Any, readings: Iterable[ReadingPlan], work: str
 ) -> Iterator[ReadingPlan]:
-    """Yield the first of `readings` that fits --memory, or --resident, which limits the block's pages. DoesNotFit."""
+    """Yield the first of `readings` that fits --memory, or --resident with the block's pages. Raises DoesNotFit."""
     if settings.resident is None:
         yield fitting_reading(settings.memory, readings, work)
         return

@@ -175,7 +175,7 @@ class EvalDataLoader:
     report: ReportFunction
 
     def load(self, max_context: int) -> EvalData:
-        """Load windows, samples or questions in rows of --ctx, else `max_context`, tokens at most. InputError."""
+        """Load windows, samples or questions in rows of --ctx tokens, else `max_context`. Raises InputError."""
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)

@@ -79,7 +79,7 @@ def choice_samples(questions: Sequence[ChoiceQuestion]) -> TokenizedSamples:
 def read_questions(
     path: Path, tokenizer: Tokenizer, max_tokens: int, skip_bad: bool, columns: str | None, report: ReportFunction
 ) -> list[ChoiceQuestion]:  # fmt: skip
-    """Read questions of at most `max_tokens` tokens with each choice. Bad rows: InputError, or left out (skip_bad)."""
+    """Read questions of at most `max_tokens` tokens with each choice; skip_bad drops bad rows. Raises InputError."""
     require_existing(path, "--choices")
     reading_report = ReadingReport(path, skip_bad, columns=columns)
     questions = list[ChoiceQuestion]()

@@ -81,7 +81,7 @@ class WrittenModel:
 
 
 def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
-    """Quantize a model into a file; returns counts. Raises DoesNotFit, InputError: for bad values while it writes."""
+    """Quantize a model into a file; returns counts. Raises DoesNotFit; InputError, for values only while writing."""
     start_time, mix = time.perf_counter(), _requested_mix(settings)
     gguf = GGUF(settings.model)
     types = tensor_dtypes(

@@ -194,7 +194,7 @@ class HFConfig:
         return self.number("rope_local_base_freq", base_frequency)
 
     def rope_base(self, default: float) -> float:
-        """Return the base of rope's frequencies; with `default` 0 the config must have one."""
+        """Return the base of rope's frequencies, else `default`; 0: rope settings must be there. Raises InputError."""
         if not default and not self.rope_settings():  # the class itself then takes YaRN
             raise self.wrong(ROPE_KEYS[0], None, "an object, as this class has YaRN without it")
         base = self.full_rotation().get("rope_theta")

@@ -84,7 +84,7 @@ def generation(
     written out reads `cell_seen` (lines, cells) f32 instead: 1 for the cells of a line, else 0. Convolutions read
     `cell_before` (time, width): the cells of the last tokens, the token's own last. Pools with a ring have `ring`,
     `ring_pos` … All are inputs, so that one plan serves every position and every mix of sequences. LoRA adapters with a
-    scale for each token add inputs, see Lora.
+    scale for each token add inputs, see Lora.scale_inputs.
 
     return_hidden  return the output of the last norm, (num_logits, C), instead of logits
     hidden_states  appends the values before the last norm, (time, C), from which `logits` computes any row

@@ -18,7 +18,7 @@ ATTENTION = {
 
 
 def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
-    """Set the config's head_dim to the width of a whole head, and key and value heads to the query heads."""
+    """Return the config with head_dim, the width of a whole head, and as many key and value heads as query heads."""
     rope_dims = hf_config.size("qk_rope_head_dim")
     width = hf_config.size("qk_nope_head_dim") + rope_dims
     for key, right in (("head_dim", rope_dims), ("qk_head_dim", width), ("rope_interleave", True)):

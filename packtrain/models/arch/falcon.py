@@ -13,7 +13,7 @@ MODULES = {
 
 
 def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
-    """Use the usual keys: large models have `num_kv_heads` key and value heads, small ones one."""
+    """Return the config with the usual keys; num_key_value_heads: num_kv_heads in large models, 1 in small ones."""
     hf_config = hf_config.with_aliases(
         {"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)}
     )

@@ -32,7 +32,7 @@ WIDE, UNTURNED, PROPORTIONAL_SCALING = 512, 1e30, "proportional"
 
 
 def normalize_config(hf_config: arch.HFConfig) -> arch.HFConfig:
-    """Set head_dim and num_key_value_heads to those of blocks without a window, near_head_dim, near_heads: with one."""
+    """Return the config with head_dim, num_key_value_heads without a window; near_head_dim, near_heads: with one."""
     heads, window_head_dim = hf_config.size("num_key_value_heads"), hf_config.size("head_dim", 256)
     layer_configs = hf_config.get("per_layer_config", {})
     if not isinstance(layer_configs, dict) or not all(

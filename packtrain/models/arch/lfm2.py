@@ -17,7 +17,7 @@ FEED_FORWARD = arch.feed_forward("feed_forward", names=arch.NUMBERED)
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """Fill in `layer_types`, which older configs lack, and the feed-forward's width, a share of the config's."""
+    """Return the config with `layer_types`, which older configs lack, and the feed-forward's width after adjustment."""
     blocks = range(hf_config.size("num_hidden_layers"))
     attending = hf_config.get("full_attn_idxs", [*blocks])
     kinds = hf_config.get("layer_types", [FULL if i in attending else CONV_TYPE for i in blocks])

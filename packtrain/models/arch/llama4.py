@@ -21,7 +21,7 @@ WIDTH = "expert_width"  # our key, which configs do not have
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """Rename widths: the config's intermediate_size is an expert's, intermediate_size_mlp the dense blocks'."""
+    """Return the config with widths renamed: intermediate_size is an expert's, intermediate_size_mlp dense blocks'."""
     expert_width = hf_config.size("intermediate_size", 8192)
     return hf_config.but(
         intermediate_size=hf_config.size("intermediate_size_mlp", 16384), **{WIDTH: expert_width}

@@ -34,7 +34,7 @@ EXPERTS = arch.ExpertLayout(
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """Fill in `layer_types` from the interval by which older configs say which blocks attend."""
+    """Return the config with `layer_types`; older configs say which blocks attend by full_attention_interval."""
     num_blocks = hf_config.size("num_hidden_layers")
     attention_interval = hf_config.size("full_attention_interval", 4)
     layer_types = [FULL if (i + 1) % attention_interval == 0 else LINEAR for i in range(num_blocks)]

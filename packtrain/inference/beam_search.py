@@ -118,7 +118,7 @@ class BeamSearch:
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """Extend beams by a token, by logits (beams, V); return the likeliest, `width` of them without ended ones."""
+        """Extend beams by a token, by logits (beams, V); return the likeliest, at least `width` of them not ended."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()

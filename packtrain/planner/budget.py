@@ -94,8 +94,8 @@ def plan_shape(shape: StepShape, request: PlanRequest) -> TrainingPlans:
 def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
-    """Search the fastest plans within the limits; return them and "". If none fit, return the smallest plans and
-    advice: the first change of settings that would fit; "" if each search's answer, once planned, exceeds a limit."""
+    """Search the fastest plans within the limits; return them and "". If none fit, which their bytes tell, return the
+    smallest plans and the first change of settings that would fit, or "" if only packing exceeded a limit."""
     limits = dict(request.limits)
     if HOST in limits:
         limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}

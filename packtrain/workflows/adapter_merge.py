@@ -102,8 +102,8 @@ def _write_calibrated(
     settings: MergeSettings, merge_job: Merging, name: str, done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
 ) -> None:  # fmt: skip
-    """Write the merged file, `name` in its metadata, with matrices rounded by what they compute on data, or as an
-    adapter of `--aware` was trained for them to be; calls done(entry, new type, error) for each. Raises DoesNotFit."""
+    """Write the merged file, `name` in its metadata: matrices are rounded as `--aware` rounded them if it trained the
+    adapter, else calibrated on data. Calls done(entry, new type, error) for each. Raises DoesNotFit."""
     limited: AbstractContextManager[ReadingPlan | None]
     limited = pages_within(settings.resident, lambda: 0, PASSING_NBYTES)
     if merge_job.aware is not None:

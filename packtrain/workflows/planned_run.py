@@ -332,7 +332,7 @@ def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepSh
 
 
 def facts(run_plan: PlannedRun, peak_nbytes: int | None = None) -> dict[str, Any]:
-    """Return arguments for pictures of the plan: title, limit, rows; `peak_nbytes`: the peak of a finished run."""
+    """Return a plan picture's keywords (scene.SceneOptions); `peak_nbytes`: measured in a finished run, or None."""
     target = run_plan.plans.target
     return {
         "title": run_plan.job.title, "budget_nbytes": target.limit if target.is_separate else run_plan.budget,

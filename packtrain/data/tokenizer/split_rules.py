@@ -111,7 +111,7 @@ _CASED = (
 
 
 def _cased(upper: str, lower: str, suffix: str, digits: str) -> str:
-    """Return a pattern whose words end where upper case follows lower case; all arguments are patterns, too."""
+    """Return a pre-tokenizer pattern whose words end (by `suffix`) where upper follows lower; `digits`: of a number."""
     return _CASED % (upper, lower, suffix, upper, lower, suffix, digits)
 
 

@@ -235,7 +235,7 @@ class BlockChain:
 
     def floor(self, gradients_wait: bool = True, num_two_pass_blocks: int = 0) -> int:
         """Return a lower bound of the arena's bytes, whatever is recomputed: what the backward pass needs in the second
-        block, or in a block that runs backward twice, with gradients of later blocks if gradients_wait."""
+        block or in one of num_two_pass_blocks (see two_passes), with later blocks' gradients if gradients_wait."""
         if self.count < 2:
             return 0
         block = self.block

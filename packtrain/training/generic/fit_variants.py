@@ -209,8 +209,8 @@ def build_variant(
 def _training_graphs(
     model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
 ) -> dict[str, Graph]:
-    """Return the graphs of a step by name: one, STEP, or MICRO for each of `micros` physical batches and UPDATE for the
-    weights. `keep`: forward values to save, None: all; `norm`: the largest gradient norm, None: no clipping."""
+    """Return a step's graphs by name: STEP if it has one micro-batch and evaluation, else MICRO, for each of `micros`,
+    and UPDATE. `keep`: forward values to save, None: all; `norm`: the largest gradient norm, None: no clipping."""
     trained_weights = model.trained
     if norm is not None and optimizer.first_length is not None:
         raise InputError(f"{optimizer.name} finds the length of its steps itself, without max_norm")

@@ -72,7 +72,7 @@ class MetricSeries:
         self.records_per_row *= 2
 
     def _merge_into_row(self, at: int, values: list[float], counts: list[int]) -> None:
-        """Join a record's values (one a column, with their counts) into the row with index `at`."""
+        """Join a record's values (one a column, with counts) into row `at` by the columns' JOINS; add the counts."""
         row, value_counts = self._rows[at], self._value_counts[at]
         for k, join in enumerate(self._join_functions):
             if counts[k]:

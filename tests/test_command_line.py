@@ -56,7 +56,7 @@ WRONG = {
     "finetune base.gguf chats.csv": "unexpected argument chats.csv; should it be --data chats.csv?",
     "generate base.gguf Hello!": "unexpected argument Hello!; should it be --prompt 'Hello!'?",
     "merge base.gguf a.gguf b.gguf -o c.gguf d.gguf": "unexpected argument d.gguf; see packtrain merge --help",
-    "finetune base.gguf --data a.csv -o new/": "--output is new/, a folder; add a file's name: new/model.gguf",
+    "finetune base.gguf --data a.csv -o new/": "--output: new/ is a folder; add a file's name: new/model.gguf",
     "generate": "the following arguments are required: MODEL; see packtrain generate --help",
     "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",
     "train --optimizer adam": "one of adamw, sgd, muon, lbfgs, adamw8bit, muon8bit; did you mean adamw?",

@@ -23,6 +23,7 @@ from packtrain.models.config import Config
 from packtrain.models.model_file import open_model
 from packtrain.models.replay_loss import CONSTANTS, IDS, MEANS, ReplayLoss
 from packtrain.models.transformer import LossOutputs
+from packtrain.planner.speed_probe import DEFAULT_RATES
 from packtrain.planner.step_shape import BaseModel
 from packtrain.training import replay_texts
 from packtrain.training.monitoring import metrics_file
@@ -223,9 +224,10 @@ def test_a_plan_counts_the_time_in_which_the_base_writes(folder: Path, tmp_path:
         pt.plan(pt.finetune, *paths, output=tmp_path / "t.gguf", replay=n) for n in (0, 32, 64)
     ]
     zero_seconds, half_seconds, full_seconds = (plan.seconds_before_step_1 for plan in plans)
-    assert zero_seconds == 0 < half_seconds and full_seconds == pytest.approx(
-        2 * half_seconds, rel=0.5
-    )
+    assert zero_seconds == 0 < min(half_seconds, full_seconds)
+    # by equal rates: those of a busy machine are measured anew for each plan
+    half, full = (replay_texts.writing_seconds(plan.job, DEFAULT_RATES) for plan in plans[1:])
+    assert full == pytest.approx(2 * half, rel=0.5)
     assert "before, in which the base writes texts for replay" in str(plans[2])
     assert "texts for replay" not in str(plans[0])
     assert json.loads(plans[2].json())["seconds_before_step_1"] == full_seconds

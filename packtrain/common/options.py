@@ -264,7 +264,7 @@ def _check_value(field: "dataclasses.Field[Any]", kind: Any, value: Any, source:
     if kind is Path and value == "":  # Path("") would be the current folder
         raise InputError(f"{location} is empty; give a name")
     if field.name == "output" and isinstance(value, str) and value.endswith(("/", os.sep)):
-        raise InputError(f"{location} is {value}, a folder; add a file's name: {value}model.gguf")
+        raise InputError(f"{location}: {value} is a folder; add a file's name: {value}model.gguf")
     value = _convert_value(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InputError(f"{location} is {value!r}; it must be {EXPECTED_TYPES.get(kind, 'text')}")

@@ -264,10 +264,10 @@ def file_lock(path: Path, description: str) -> Iterator[None]:
 
 def is_locked(path: Path) -> bool | None:
     """Return whether a process holds `file_lock` on `path`; None if that cannot be known."""
-    if fcntl is None or not path.exists():
-        return None
-    with open(path, "rb") as file:
-        return not _try_lock(file, fcntl.LOCK_SH)
+    if fcntl is not None:
+        with suppress(OSError), open(path, "rb") as file:  # it may be missing, or another user's
+            return not _try_lock(file, fcntl.LOCK_SH)
+    return None
 
 
 def _try_lock(file: BinaryIO, kind: int) -> bool:

@@ -171,11 +171,11 @@ def search_child_nbytes(shape: StepShape, request: PlanRequest) -> int:
 
 def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunction) -> int:
     """Search the plans of the fewest bytes and return the --memory, in bytes, that suffices for them."""
-
     run_search, _ = _place_search(shape, request)
     announce = partial(report, "searching the smallest plan …")
-    smallest_shapes[_shape_key(shape, request)] = run_search(announce, smallest, shape, request)
-    return safe_budget(plan_in_process(smallest_shapes[_shape_key(shape, request)], request))
+    smallest_shape = run_search(announce, smallest, shape, request)
+    smallest_shapes[_shape_key(shape, request)] = smallest_shape
+    return safe_budget(plan_in_process(smallest_shape, request))
 
 
 def _shape_key(shape: StepShape, request: PlanRequest) -> str:
